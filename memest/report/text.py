@@ -482,7 +482,7 @@ def render_advice(advice: Advice) -> str:
         count += ", all that were allowed: there may be more (`--max-predictions`)"
     sections = [
         _heading(advice),
-        [] if advice.fits or advice.options else _no_option(advice),
+        [] if advice.fits or advice.options else _nothing(advice),
         *(_option(number, option) for number, option in enumerate(advice.options, 1)),
         table(rows, left=1) if advice.not_enough else [],
         [*exclusions, count],
@@ -514,7 +514,7 @@ def _to_spare(verdict: Verdict) -> str:
     return f"{gib_or_mib(verdict.margin_bytes)} to spare{tight}"
 
 
-def _no_option(advice: Advice) -> list[str]:
+def _nothing(advice: Advice) -> list[str]:
     smallest = advice.smallest
     searched = "" if advice.is_complete else " among what was tried"
     return [

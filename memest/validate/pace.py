@@ -387,7 +387,7 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
         scope = dict(WORDS)
         for names, value in zip(axes, values, strict=True):
             items = value if " " in names else [value]
-            scope |= zip(names.split(), resolve(items, WORDS), strict=True)
+            scope |= zip(names.split(), named(items, WORDS), strict=True)
         for steps in family["calls"]:
             for count in range(1, len(steps) + 1):
                 yield partial(make_call, family["names"], steps[:count], scope)
@@ -412,7 +412,7 @@ def make_call(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) ->
 def bound_call(step: list[Any], scope: dict[str, Any]) -> Call:
     """Return `step` as a call without arguments. `step` lists a function, its arguments, and maybe
     a dict of keyword arguments; `scope` has the objects for which its words stand."""
-    function, *args = resolve(step, scope)
+    function, *args = named(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):
         namespace = torch.ops if function.startswith(("aten.", "bitsandbytes.")) else torch
@@ -420,12 +420,12 @@ def bound_call(step: list[Any], scope: dict[str, Any]) -> Call:
     return partial(function, *args, **options)
 
 
-def resolve(value: Any, scope: dict[str, Any]) -> Any:
+def named(value: Any, scope: dict[str, Any]) -> Any:
     """Return `value`, an item of `shapes.json`, with words replaced by their objects in `scope`."""
     if isinstance(value, dict):
-        return {key: resolve(item, scope) for key, item in value.items()}
+        return {key: named(item, scope) for key, item in value.items()}
     if isinstance(value, list):
-        return [resolve(item, scope) for item in value]
+        return [named(item, scope) for item in value]
     return scope.get(value, value) if isinstance(value, str) else value
 
 
