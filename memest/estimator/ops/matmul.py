@@ -109,13 +109,13 @@ def grouped_mm(c: KernelCall) -> Scratch:
 @registry.refuse("addmm addmm_")
 def refuse_addmm(c: KernelCall) -> str:
     """Return torch's error text for dtypes that `addmm` refuses (cuda/Blas.cpp), else ""."""
-    right = c.mat2.dtype
+    mat2_dtype = c.mat2.dtype
     for name, dtype in (("self", c.self.dtype), ("mat1", c.mat1.dtype)):
-        if dtype != right:
-            types = f"{type_name(dtype)} and {type_name(right)}"
+        if dtype != mat2_dtype:
+            types = f"{type_name(dtype)} and {type_name(mat2_dtype)}"
             return f"{name} and mat2 must have the same dtype, but got {types}"
-    if not (right.is_floating_point or right.is_complex):
-        return f"\"addmm_cuda\" not implemented for '{type_name(right)}'"
+    if not (mat2_dtype.is_floating_point or mat2_dtype.is_complex):
+        return f"\"addmm_cuda\" not implemented for '{type_name(mat2_dtype)}'"
     return ""
 
 

@@ -313,8 +313,7 @@ def batch_norm(next_kernel: Next, x: Tensor, *args: Any) -> Tensor:
 def rms_norm(
     next_kernel: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
-    """Run `rms_norm` as separate operators if the simulated torch does not fuse it. Else run
-    `next_kernel`."""
+    """Run `rms_norm` by separate operators if the simulated torch does so, else `next_kernel`."""
     if simulated().fuses_rms_norm or not _HAS_FUSED_RMS_NORM:
         return next_kernel(x, shape, weight, eps)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -281,11 +281,9 @@ class CudaRng:
         num_samples: int = c.num_samples
         rows = tensor.numel() // tensor.size(-1)
         if c.replacement and num_samples > 1:
-            indices = (
-                _sample(generator, odds, num_samples) if odds is not None and rows == 1 else None
-            )
+            index = _pick(generator, odds, num_samples) if odds is not None and rows == 1 else None
             generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
-            return indices
+            return index
         plan = launch(tensor.numel(), self.gpu, 2 if tensor.dtype == torch.float64 else DRAWS)
         words, part = plan.words(generator) if odds is not None else ([], None)
         generator.offset += plan.offset
@@ -298,7 +296,7 @@ class CudaRng:
         return quotients.topk(num_samples).indices
 
 
-def _sample(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
+def _pick(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
     """Return `num_samples` indices drawn with replacement: uniform numbers searched in cumulative
     sums of the probabilities `odds`. None for too many samples, or if `odds` are not float32."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:

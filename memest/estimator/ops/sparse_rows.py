@@ -229,9 +229,9 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     new_offsets = torch._convert_indices_from_coo_to_csr(
         sorted_places[0], num_new, out_int32=offsets.dtype is torch.int32
     )
-    batched = torch.empty_like(new_offsets)
+    batch_offsets = torch.empty_like(new_offsets)
     offsets_copy = new_offsets[:-1].clone()
-    del offsets_copy, batched, order, keys, places, all_starts, start
+    del offsets_copy, batch_offsets, order, keys, places, all_starts, start
     layout = CSC if is_by_row else CSR
     return _matrix((new_offsets, sorted_places[1], new_values), matrix.shape, layout)
 
