@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,33 @@ from memest.estimator.torch_api.cuda.driver import properties_of
 from memest.estimator.virtual_gpu import VirtualGpu
 
 
+STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
     with VirtualGpu(find_gpu("a100-80gb")) as virtual:
         yield virtual
+
+
+@pytest.mark.parametrize("module", [torch.cuda, torch.cuda.memory, torch.accelerator, torch])
+def test_functions_take_the_keywords_of_torch(module: Any) -> None:
+    originals = {name: value for name, value in vars(module).items() if callable(value)}
+    lacking = {}
+    with VirtualGpu(find_gpu("a100-80gb")):
+        for name, original in originals.items():
+            if (function := getattr(module, name)) is original:
+                continue
+            try:
+                keywords = inspect.signature(original).parameters
+                accepted = inspect.signature(function).parameters
+            except ValueError:
+                continue  # a builtin without a signature
+            if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+                lacking[name] = {n for n, p in keywords.items() if p.kind not in STARRED} - {
+                    n for n, p in accepted.items() if p.kind is not p.POSITIONAL_ONLY
+                }
+    assert not {name: missing for name, missing in lacking.items() if missing}
 
 
 def test_properties_are_those_of_the_gpu(gpu: VirtualGpu) -> None:

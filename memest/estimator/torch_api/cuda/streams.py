@@ -168,9 +168,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     def current_stream(device: Any = None) -> Any:
         return stream(device, number=mode.timeline.stream)
 
-    def set_stream(chosen: Any) -> None:
-        if chosen is not None:
-            mode.timeline.switch(chosen.number)
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            mode.timeline.switch(stream.number)
 
     functions = {"current_stream": current_stream, "set_stream": set_stream}
     patches.set_all(functions, cuda, getattr(torch, "accelerator", cuda))  # not in torch 2.5
