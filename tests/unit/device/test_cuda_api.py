@@ -19,8 +19,7 @@ from memest.estimator.ops.cudnn_library import DEVICE_PROPERTIES, device_propert
 from memest.estimator.torch_api.cuda.driver import properties_of
 from memest.estimator.virtual_gpu import VirtualGpu
 
-
-STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+KEYWORDS = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.fixture
@@ -43,8 +42,8 @@ def test_functions_take_the_keywords_of_torch(module: Any) -> None:
             except ValueError:
                 continue  # a builtin without a signature
             if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-                lacking[name] = {n for n, p in keywords.items() if p.kind not in STARRED} - {
-                    n for n, p in accepted.items() if p.kind is not p.POSITIONAL_ONLY
+                lacking[name] = {n for n, p in keywords.items() if p.kind in KEYWORDS} - {
+                    n for n, p in accepted.items() if p.kind in KEYWORDS
                 }
     assert not {name: missing for name, missing in lacking.items() if missing}
 
