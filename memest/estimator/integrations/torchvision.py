@@ -66,7 +66,7 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
         return sample(self, matched_idxs)
 
 
-def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+def _nms(next_kernel: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Run the operators of `nms_kernel`; return all indices by score, as if no boxes overlapped."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
@@ -85,12 +85,13 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
     return indices
 
 
-def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Run `then` on `image` and `args`; under autocast in float32, with the result cast back."""
+def _in_float32(next_kernel: Next, image: Tensor, *args: Any) -> Tensor:
+    """Run `next_kernel` on `image` and `args`; under autocast, cast to float32 and
+    back."""
     if not torch.is_autocast_enabled("cuda"):
-        return then(image, *args)
+        return next_kernel(image, *args)
     casts = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
-    return then(*casts[::-1]).to(image.dtype)
+    return next_kernel(*casts[::-1]).to(image.dtype)
 
 
 MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of a product

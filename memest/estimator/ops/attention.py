@@ -319,8 +319,8 @@ def math_attention(
 
 
 @registry.above_autograd("scaled_dot_product_attention", vmap_key=registry.UNDER_VMAP)
-def run_attention(then: Next, *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention by the backend that CUDA would choose, in place of the kernel `then`."""
+def run_attention(next_kernel: Next, *args: Any, **kwargs: Any) -> Tensor:
+    """Run attention by the backend that CUDA would choose, in place of the kernel `next_kernel`."""
     return scaled_dot_product_attention(*args, **kwargs, gpu=active_gpu())
 
 

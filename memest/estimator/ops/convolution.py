@@ -483,17 +483,17 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
-def double_backward(then: Next, *args: Any) -> Any:
-    """Run the double backward `then` of a convolution, with contiguous weights in its convolutions.
+def double_backward(next_kernel: Next, *args: Any) -> Any:
+    """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.
 
     `_convolution_double_backward` of native/Convolution.cpp calls `contiguous()` if `is_cuda()`.
     Left out: copies of first factors, which the convolution makes later.
     """
     with setting(INSIDE, "double_backward", True):
-        return then(*args)
+        return next_kernel(*args)
 
 
 @registry.above_autograd("convolution")
-def in_double_backward(then: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    """Run `then`, a convolution; in a double backward the weight is made contiguous first."""
-    return then(x, weight.contiguous() if INSIDE.double_backward else weight, *options)
+def in_double_backward(next_kernel: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    """Run the convolution `next_kernel`; make the weight contiguous first in a double backward."""
+    return next_kernel(x, weight.contiguous() if INSIDE.double_backward else weight, *options)

@@ -127,10 +127,11 @@ register(
 
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
-def make_alike(then: Next, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `then`, a composite operator; put tensors that it makes in C++ on `source`'s device."""
+def make_alike(next_kernel: Next, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the composite operator `next_kernel`; put tensors made in C++ on the device of
+    `source`."""
     with setting(INSIDE, "composite", True):
-        return then(source, *args, **kwargs)
+        return next_kernel(source, *args, **kwargs)
 
 
 @registry.composed("is_set_to")
