@@ -32,7 +32,9 @@ class PreflightCallback(Callback):
     Args:
         max_steps: optimizer steps to simulate.
         time_limit: seconds after which the preflight is given up.
-        margin: bytes, or text such as `2GiB`; a warning is printed if less is free. None: by GPU.
+        margin: memory, in bytes or as text such as `2GiB`. A warning is printed if less than this
+            would stay free at the peak. None is `Gpu.spread_bytes`, the memory that another driver
+            or CUDA may take.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ class VirtualGpu:
         gpu: the GPU to simulate.
         limit_bytes: bytes that its allocator may reserve; None: what CUDA and NCCL leave free.
         max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
-        is_strict: True raises an error where False guesses a value that the script reads.
+        is_strict: True raises an error if the script reads an unknown value, such as
+            `loss.item()`. False returns a guess of the value.
         roots: folders whose code counts as the script's, not as a library's.
         lines: finder of the running line of the script; None makes one with `roots`.
         rank: rank of this GPU in a run on several; `ALONE` is a run on one.
@@ -211,7 +212,9 @@ class VirtualGpu:
 
     @contextlib.contextmanager
     def in_this_thread(self, *thread: Any) -> Iterator[None]:
-        """Run a `with` block on the virtual GPU, in the current thread; `thread` is ignored."""
+        """Simulate the GPU for code of the current thread, within a `with` block. Each new
+        `threading.Thread` runs in such a block. `Patches.within` passes the new thread as `thread`,
+        which is unused."""
         with decisions_of(self.gpu), self.mode:
             yield
 
@@ -295,10 +298,12 @@ class VirtualGpu:
 
 
 class OwnSteps:
-    """Finder of the steps of a script without a torch optimizer; `at_end()` is called after each.
+    """Finder of the optimizer steps of a script without a torch optimizer. After each step it calls
+    `at_end()`.
 
-    A step begins when an operator of `mode` writes to a leaf tensor of the last backward. It ends
-    before the next call of a model, or the next operator that autograd records.
+    A leaf tensor of a backward is one that gets a gradient, such as a weight. A step begins when an
+    operator writes to a leaf tensor of the last backward. The step ends before the next call of a
+    model, or the next operator that autograd records. `mode` gets every operator of the script.
     """
 
     def __init__(self, mode: CudaSimMode, at_end: Callable[[], None]) -> None:
@@ -393,8 +398,14 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Numbering of autograd nodes, and so their order, as in a GPU's backward thread.
-    `at_end(outputs)` is called after a backward; `line()` returns the script's running line."""
+    """Patch of torch's backward, with which autograd nodes run in the same order as on a GPU. This
+    order decides which tensors are alive at once.
+
+    Autograd runs nodes by number, the highest first. On a GPU, a thread of its own numbers the
+    nodes that are made in a backward. Without a GPU, the calling thread numbers them, so the class
+    renumbers them. `at_end(outputs)` is called after a backward of `outputs`. `line()` returns the
+    running line of the script.
+    """
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
@@ -444,8 +455,13 @@ class DeviceThread:
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
-        """Renumber the autograd nodes that computed `tensors` as on a GPU. A node with number
-        `first` or more was made in the device's thread, an earlier one in the calling thread."""
+        """Give the autograd nodes that computed `tensors` the numbers that they have on a GPU.
+
+        A node with number `first` or more was made in the last backward. Its new number continues
+        the count of nodes made in backwards before. An earlier node was made outside of backwards.
+        Its new number counts only nodes made outside of backwards. `RENUMBERED` is added to each
+        new number. A node that has a new number keeps it.
+        """
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:

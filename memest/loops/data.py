@@ -30,7 +30,8 @@ Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """Training and validation micro-batches of a run, in host memory, and their sizes."""
+    """Training and validation micro-batches of a run, in host memory. Further fields have the
+    length of their rows in tokens and the size of their images in pixels."""
 
     batches: Sequence[Inputs]  # batches that are used in turn, repeatedly
     val_batches: Sequence[Inputs]  # batches of validation
@@ -50,8 +51,9 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """Entry of a state dict: random numbers in the shape and dtype of `weight`. Indexing, by which
-    transformers reads a file, generates them by repeating those of `pool`."""
+    """Random weight in a state dict, with the shape and dtype of `weight`. transformers reads an
+    entry of a state dict by indexing. Indexing makes the numbers from `pool`, a flat tensor of
+    random numbers, which a longer weight repeats."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
         self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype
@@ -67,7 +69,8 @@ class RandomWeight:
 
 
 def random_state(module: nn.Module) -> dict[str, Any]:
-    """Return a state dict for `module`, on meta: `RandomWeight` for weights, ones for buffers."""
+    """Return a state dict of random weights for `module`, which is on the meta device. A parameter
+    has a `RandomWeight`, a buffer a tensor of ones. A tied weight has one entry."""
     # A parameter: the host of a virtual GPU stores no values of tensors computed from parameters.
     pool = nn.Parameter(torch.randn(_POOL_NUMEL) * INIT_STD).detach()
     tied = getattr(module, "all_tied_weights_keys", {})

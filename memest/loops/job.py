@@ -73,7 +73,8 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options of a run that are not in its plan: weights, data and a recording."""
+    """Options of a run that are not in its plan. They name the weights to load, the data to train
+    on, and a folder for a record of the allocator's events."""
 
     weights: str = "random"  # `random`, or `pretrained`: from the Hub or a local folder
     data: Path | None = None  # `datasets` folder of `image` and `text`; None: synthetic
@@ -82,7 +83,9 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Callbacks of a run; `on_end`, or `on_error` after an error, precedes the loop's teardown."""
+    """Callbacks of a run. `on_end` is called after the last step, or `on_error` after an error.
+    With Lightning, either call precedes the trainer's teardown, which can move tensors to the host.
+    A callback can thus still read the memory of the training."""
 
     on_end: Callable[[], None]
     on_error: Callable[[BaseException], None] = lambda error: None

@@ -113,7 +113,8 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_VALIDATION)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Record memory after the forward and, in a step's first micro-batch, after `zero_grad`."""
+        """Record the memory between forward and backward. In a step's first micro-batch, Lightning
+        has called `zero_grad` after the forward, before this method."""
         self._record(Phase.AFTER_FORWARD)
 
     def on_after_backward(self) -> None:

@@ -51,7 +51,8 @@ class PhaseRecorder:
     states: Any = None  # parameters, gradients, optimizer states (`States`), set before a row
 
     def start(self) -> None:
-        """Reset the peaks, so that those of building the model do not count; call `on_start`."""
+        """Reset the peaks, so that the peak of building the model does not count. Then call the
+        field `on_start`, with which the caller can mark the start of the training."""
         self.memory.read()
         self.on_start()
 

@@ -55,8 +55,10 @@ class ProbedTrainer(Trainer):
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return a step's micro-batches and number of items, as transformers does. Also move the
-        job's `num_ahead` micro-batches, which are loaded and not run, to `device`."""
+        """Return a step's micro-batches and number of items, as transformers does. transformers
+        moves all micro-batches of a step to `device` before the first one runs. A simulation may
+        run only some of them. The other `num_ahead` micro-batches are also moved to `device`, where
+        they take memory."""
         result = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]
@@ -110,7 +112,8 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
 
 
 def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
-    """Return `TrainingArguments` by name for the plan's optimizer; {} if `Trainer` lacks it."""
+    """Return {argument of `TrainingArguments`: value} for the plan's optimizer. The result is {} if
+    `Trainer` lacks the optimizer, or for options such as `momentum`."""
     name = OPTIMIZERS[plan.optim].transformers
     if not name or plan.momentum or plan.nesterov or plan.optim_options:
         return {}

@@ -113,8 +113,9 @@ def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
 def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
     """Return the dtype in which the weights are loaded.
 
-    Without QLoRA it is float32, or 16 bits for a `*-true` precision. With QLoRA it is that of the
-    checkpoint. It is 16 bits for quantisation in place, and for FlashAttention-2 on any checkpoint.
+    Without QLoRA it is float32, or the 16-bit dtype of a precision such as `bf16-true`. With QLoRA
+    it is the dtype of the checkpoint. QLoRA has two exceptions, both with 16 bits: quantisation in
+    place, and FlashAttention-2 if the checkpoint is not in 16 bits.
     """
     if not plan.use_qlora:
         return input_dtype(plan) or torch.float32

@@ -57,8 +57,9 @@ Recipe = Callable[[Request], Batch]
 def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
-    """Make a `Batch` of the inputs `named`, by argument name. Without labels, the loss is the mean
-    of the last hidden state, and a note reports that. `image_size` is in pixels a side."""
+    """Make a `Batch` of the inputs `named`, {argument of the forward: value}. `notes` are texts for
+    the report. Without labels, the loss is the mean of the last hidden state, and a note on this
+    loss is added to `notes`. `image_size` is in pixels a side."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -67,9 +68,10 @@ def batch_of(
 
 
 def random_ids(request: Request, num_tokens: int) -> Tensor:
-    """Return random token ids (B, `num_tokens`). Special ids are replaced, if there are others.
+    """Return random token ids (B, `num_tokens`) without special ids.
 
-    Special ids are all `*_token_id` and `*_token_index` of the config.
+    Special ids are all `*_token_id` and `*_token_index` of the config. A special id is replaced by
+    the lowest ordinary id, or by 0 if the vocabulary has no ordinary id.
     """
     text = text_config(request.config)
     vocab_size = int(text.vocab_size)
@@ -171,7 +173,13 @@ def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tens
 
 
 def _text_batch(request: Request) -> Batch:
-    """Make the batch of a text model; the class name selects the labels."""
+    """Make the batch of a text model. The name of the model class selects the labels:
+
+    - `...ForQuestionAnswering`: start and end positions, all 0.
+    - `...ForSequenceClassification`, `...ForNextSentencePrediction`: a class for each row.
+    - `...ForTokenClassification`: a class for each token.
+    - Other names: the token ids. A class whose forward takes no `labels` gets none.
+    """
     inputs = text_inputs(request)
     name = request.class_name
     if "attention_mask" not in request.forward:

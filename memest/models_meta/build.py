@@ -67,9 +67,9 @@ def build_model(
     """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
     Weights are not initialised. `attn_implementation` None is transformers' default, `sdpa`; a
-    class without it gets `eager`, and `notes` reports that. Left out are changes by
-    `from_pretrained` at loading: T5's float32 `wo` under float16, heads that the checkpoint stores
-    untied.
+    class without it gets `eager`, and `notes` reports that. Two changes that `from_pretrained`
+    makes at loading are not made here. Under float16, `from_pretrained` keeps T5's `wo` in float32.
+    It also unties a head that the checkpoint stores untied.
 
     Raises:
         PlanError: the class rejects the sizes in its config.
@@ -91,8 +91,10 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the class of the model: an Auto class for remote code, the class in `architectures`,
-    or else the one that an Auto class has. `notes` gets a note unless `architectures` has it."""
+    """Return the class that builds the model. For remote code it is an Auto class of transformers,
+    such as `AutoModelForCausalLM`. Otherwise it is the class that `architectures` in the config
+    names. Without `architectures`, it is the class to which an Auto class maps the config. `notes`
+    gets a note on the class, unless `architectures` names it."""
     import transformers
 
     if config.remote_code:

@@ -58,9 +58,11 @@ def _backward_on_meta(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cu_seqlens: Tensor | None,
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """Return an fp32 meta tensor of the row sums of `grad_out` times `out`. `grad_query`,
-    `grad_key` and `grad_value` are outputs of the real kernel, unchanged here. `cu_seqlens` has the
-    bounds of texts packed into a row, or is None."""
+    """Return the workspace of the backward kernel, an empty fp32 meta tensor. The real kernel
+    writes the sum of `grad_out` * `out` for each query and head to it. Its shape is (B, H, L
+    rounded up to 128), or (H, N + 128 * T) if `cu_seqlens` has the bounds of T texts packed into a
+    row. The real kernel also fills `grad_query`, `grad_key` and `grad_value`. `softmax_lse` and
+    `deterministic` are unused."""
     if cu_seqlens is not None:
         N, H = query.shape[:2]
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
@@ -80,8 +82,12 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 class FlashAttention(torch.autograd.Function):
     """`FlashAttnFunc`, `FlashAttnVarlenFunc` and their variants for packed tensors.
 
-    It saves query, key, value, output and logsumexp, padded to a width that is a multiple of 8.
-    `packed` is (key, value) in one tensor, (query, key, value) if `query` is None, or else None.
+    It saves query, key, value, output and logsumexp. The head width of all but logsumexp is padded
+    to a multiple of 8. `forward` takes one of three groups of inputs, and None for other inputs:
+
+    - `query`, `key` and `value`.
+    - `query` and `packed`, which is (key, value) in one tensor.
+    - `packed`, which is (query, key, value) in one tensor.
     """
 
     @staticmethod
@@ -150,8 +156,9 @@ class _Options(NamedTuple):
 def _function(name: str, tensors: str, texts: str = "") -> Callable[..., Tensor]:
     """Return the replacement of function `name` of `flash_attn`, with the same signature.
 
-    `tensors` has its tensor arguments, such as `q kv`. `texts` has those for texts packed into a
-    row, bounds and then longest lengths; "" for other functions. The fields of `_Options` follow.
+    The signature has the parameters `tensors`, then `texts`, then the fields of `_Options`.
+    `tensors` are names separated by blanks, such as `q kv`. `texts` are names for texts packed into
+    a row: `cu_seqlens max_seqlen` or `_QUERIES_AND_KEYS`. For other functions `texts` is "".
     """
     names = (*tensors.split(), *texts.split())
     params = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
@@ -286,9 +293,14 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Return the tokens (N, ...) of `hidden_states` (B, L, ...) that the masks (B, L) select, their
-    indices in (B * L), bounds of texts in N (B + 1), the longest text, and lengths (B) by
-    `attention_mask`. `unused_mask`, if not None, selects tokens besides `attention_mask`."""
+    """Return (kept tokens, indices, bounds, longest, lengths) of `hidden_states` (B, L, ...).
+
+    A token is kept if `attention_mask` (B, L) selects it, or `unused_mask` if not None. The N kept
+    tokens are (N, ...). Indices (N) are their positions among all B * L tokens. Bounds (B + 1) are
+    positions among the kept tokens: text i goes from bound i to bound i + 1. Longest is the number
+    of kept tokens of the longest text. Lengths (B) count the tokens of each text that
+    `attention_mask` selects.
+    """
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used_lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -300,8 +312,8 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return a tensor (`batch`, `seqlen`, ...) with `hidden_states` (N, ...) at `indices` of its
-    first two dimensions, flattened, and zeros elsewhere."""
+    """Return a tensor (`batch`, `seqlen`, ...) with the tokens `hidden_states` (N, ...), and zeros
+    as padding. Token i is at `indices[i]` among the `batch` * `seqlen` tokens of the result."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 

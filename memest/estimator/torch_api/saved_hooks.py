@@ -37,7 +37,9 @@ def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) ->
 
 
 def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) -> None:
-    """Make `work` log calls of functions of `module`; `names`: {function: kind of host time}."""
+    """Make `work` log each call of the functions in `names`, which take host time. `names` is
+    {function in `module`: kind}. A function is written as `clip_grad_norm_`, or as
+    `Redistribute.forward` in a class. The kind is a key of `IN_LAUNCHES`, such as `clip`."""
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
         parent = getattr(module, owner) if owner else module

@@ -170,8 +170,9 @@ def makes_subclasses_under_modes() -> bool:
 def allows_tf32(operation: str) -> bool:
     """Return whether `torch.backends` allows TF32 for `operation`: `matmul`, `conv` or `rnn`.
 
-    From torch 2.9 kernels read `fp32_precision`. Reading `allow_tf32` raises an error after a
-    script has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
+    Before torch 2.9 the setting `allow_tf32` decides. From torch 2.9 the setting `fp32_precision`
+    decides, and only `fp32_precision` is read. Reading `allow_tf32` would raise an error in a
+    script that has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
     """
     from torch import backends
 

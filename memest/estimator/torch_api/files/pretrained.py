@@ -31,12 +31,14 @@ DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config
 
 
 class NoWeights(str):
-    """Path without a file, in place of the weights of a model that has none on this machine."""
+    """String in place of the path of a weight file, for a model without weights on this machine.
+    transformers gets it as a path. `dtype_of` and `load_state` detect it by its class, and pass
+    tensors to transformers instead, so that no file is read."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make transformers load models without weight files. `hooks` apply `patches` when a script
-    imports it; `mode` collects notes for the report."""
+    imports transformers. `mode` collects notes for the report."""
     hooks.after("transformers.utils.hub", partial(_install_configs, patches, mode))
     hooks.after(  # without threads, whose allocation order would be random
         "transformers.core_model_loading",
@@ -121,8 +123,10 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return transformers' `get_dtype(*args, **kwargs)`: the dtype in which to load a model. It may
-    read weights; without weight files it gets an empty tensor of the default dtype."""
+    """Return the result of transformers' `get_dtype(*args, **kwargs)`, which has the dtype in which
+    to load a model. `get_dtype` may read the dtype from the first file in `checkpoint_files`. If
+    this is `NoWeights`, `get_dtype` gets a `state_dict` with one empty tensor of the default
+    dtype."""
     bound_args = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = bound_args.arguments["checkpoint_files"]
     if bound_args.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
@@ -131,9 +135,13 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
-    """Return {name: meta tensor} as in a checkpoint of `model`, a tied weight once; `mode` counts
-    their host bytes. Undo `conversions`, the changes of transformers 5 to loaded weights, if
-    any."""
+    """Return {name: meta tensor} as in a checkpoint of `model`, a tied weight once. `mode` counts
+    the bytes of the model's tensors as host memory.
+
+    `conversions` are the changes that transformers 5 makes to loaded weights, or None. An example
+    is to merge the experts of a layer into one tensor. The result is as before the changes, so it
+    has one tensor for each expert.
+    """
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
