@@ -192,8 +192,9 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
 def command_of(
     work: Callable[[], object], file: str, output: tuple[str, str] | None = None
 ) -> list[str]:
-    """Return the command that starts a new Python, which calls `do_work(work, file, output)`. Write
-    `work` and `output` to `file` as pickle; the new process reads them there."""
+    """Return the command that starts a new Python, which calls `do_work(work, file, output)`. First
+    write `work` and `output` to `file` as pickle; the new process reads them there. At its end, the
+    new process overwrites `file` with the result of `work`."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
@@ -233,7 +234,8 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
 
 def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
     """Start `work()` in a new session: in a fork of this process if `is_copy`, else in a new
-    Python. The process has an empty stdin; its stdout and stderr go to the file `output`."""
+    Python. The process has an empty stdin; its stdout and stderr go to the file `output`. Unless
+    `is_copy`, `Child.answer` returns the result of `work`. A fork has only an exit status."""
     if not is_copy:
         descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
         os.close(descriptor)

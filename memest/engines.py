@@ -147,7 +147,9 @@ class Engine(ABC):
     ) -> "Generator[tuple[int, R | _Failure | _Death], None, None]":
         """Yield (index of a task, its outcome) in the order in which tasks end. The outcome is the
         result of `run`, a `_Failure` or a `_Death`. `begins` is called with the index of each task
-        that starts. `retry` is True if workers of these tasks were killed before."""
+        that starts. `retry` is True if the worker of each of `tasks` was killed at the first
+        attempt. Then run tasks in other processes only, so that a kill does not end this
+        process."""
 
 
 class _Failure:
@@ -183,8 +185,9 @@ def _do(run: Callable[[T], R], task: T) -> R | _Failure:
 
 class Local(Engine):
     """Engine of `workers` processes on this machine, None for one per core. With one worker, tasks
-    run in this process. `visible` lists the GPUs, as `CUDA_VISIBLE_DEVICES` does: each worker gets
-    all of them, beginning with its own. () leaves the variable as it is."""
+    run in this process. `visible` lists the machine's GPUs. A worker gets all of `visible` in
+    `CUDA_VISIBLE_DEVICES`, with its own GPU first: worker 1 of GPUs 0, 1 and 2 gets `1,0,2`. If
+    `visible` is (), the variable is not changed."""
 
     def __init__(
         self, workers: int | None = None, *, gpus: int = 0, visible: Sequence[str] = ()

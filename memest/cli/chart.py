@@ -62,8 +62,8 @@ class Pictures:
     as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """Write the matplotlib `figure` to `name.png`, or in other formats, and its rows `data` to
-        `name.jsonl`. Print the paths."""
+        """Write the matplotlib `figure` in each of `formats`, such as to `name.png`, and its rows
+        `data` to `name.jsonl`. Print the paths."""
         path = self.folder / name
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
@@ -290,7 +290,8 @@ def sweep_chart(
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     """Return descriptions of the settings that all plans of a sweep share, such as `512 tokens`.
-    `points` has the plans; if it is empty, the `rows` of the sweep's table are compared."""
+    The plans are in `points`. If the sweep was read from a file, `points` is empty; then the
+    settings are compared in `rows`, the sweep's table."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     shared = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(shared["model_name"])] if shared.get("model_name") else []
@@ -365,7 +366,8 @@ def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
 
 
 def _points(line: Timeline) -> list[dict[str, Any]]:
-    """Return a row for each event of `line`: phase, reserved bytes, and allocated bytes by kind."""
+    """Return a row for each point of `line`: the start of a step, and each allocation and free
+    after it. A row has the phase, the reserved bytes, and the allocated bytes by kind."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
     return [
         {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}

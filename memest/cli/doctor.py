@@ -64,7 +64,9 @@ def _torch() -> tuple[str, bool]:
 
 
 def _release() -> str:
-    """Return text: the simulated release of torch, and whether its kernels were measured."""
+    """Return text on the simulated release of torch, such as `kernels of torch 2.11, measured`.
+    `measured` means that GPU memory was measured in runs with this release. The rules of other
+    releases come from torch's sources; their text has `read from its sources`."""
     release = versions.simulated()
     sources = f"read from its sources; measured is {versions.MEASURED}"
     origin = "measured" if release.is_measured else sources

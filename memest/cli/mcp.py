@@ -89,6 +89,9 @@ async def run(
 async def predict(plan: dict[str, Any]) -> dict[str, Any]:
     """Predict the GPU memory of a training plan, without a script.
 
+    The result is the JSON object of `memest predict --json`. `peak_reserved_bytes` is the peak, and
+    `verdicts` has for each GPU whether the plan fits.
+
     Args:
         plan: keys of `memest schema plan`, such as model_name, batch_size, precision, optim,
             seq_len, use_lora, and gpu as a list of names.
@@ -98,6 +101,10 @@ async def predict(plan: dict[str, Any]) -> dict[str, Any]:
 
 async def advise(plan: dict[str, Any]) -> dict[str, Any]:
     """Find changes with which a training plan fits one GPU, cheapest first.
+
+    The result is the JSON object of `memest advise --json`. Its list `options` has changed plans
+    that fit, each with `changes`, `cost` and `needs_bytes`. `cost` is not money, but a
+    disadvantage for the training, such as more time per step or numbers of fewer bits.
 
     Args:
         plan: keys as for `predict`; `gpu` has one name.

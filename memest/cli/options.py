@@ -63,7 +63,8 @@ class OutputPath(click.Path):
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
     """Return a function for click's `shell_complete`. It proposes those strings of `values()` that
-    begin with the typed text; with `is_list`, with the typed text after its last comma."""
+    begin with the typed text. If `is_list`, the typed text is a list such as `gpt2,opt`. Then only
+    the part after the last comma is completed; proposals keep the part before it."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -95,7 +96,8 @@ _TYPES = {"int": int, "float": float, "str": str}
 
 
 def _option(row: Key) -> Option:
-    """Return the option of the plan key `row`, and enter it in a section of `--help`."""
+    """Return the command-line option of the plan key `row`. Also store the key's section of
+    `--help`, such as `GPUs`, in the global table `OPTION_SECTIONS`."""
     OPTION_SECTIONS[row.name] = row.section
     if row.is_switch:
         return click.option("/".join(row.flags), row.name, default=None, help=row.help_text)
@@ -196,8 +198,8 @@ class WholeTraining:
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
-        """Return the `Training` (steps, prices, GPUs) of `plan`: {plan key: value}. If the command
-        line has neither steps nor samples, it has `STEPS_WITHOUT_NUMBER` steps."""
+        """Return the `Training` (steps, prices, GPUs) of `plan`: {plan key: value}. The
+        `Training` has `STEPS_WITHOUT_NUMBER` steps if the command line has no steps or samples."""
         num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
         if self.samples is not None:
             num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)

@@ -104,7 +104,10 @@ def _check_output(
     as_json: bool, summary: bool, emit: str | None, suite: Path | None, output: Path | None,
     resume: bool, whole: WholeTraining,
 ) -> None:  # fmt: skip
-    """Raise `PlanError` if output options exclude each other or have no effect."""
+    """Raise `PlanError` if options of `memest predict` exclude each other or have no effect. Only
+    one of `as_json`, `summary` and `emit` (None: not given) is allowed. `resume` needs `suite`, a
+    file of plans, and the file `output`. Steps or prices in `whole`, if given, need the text
+    report of one plan."""
     form = only_one({"--json": as_json, "--summary": summary, "--emit": emit})
     if resume and (suite is None or output is None):
         raise PlanError("`--resume` needs `--suite` and `-o`", hint="results are stored next to it")

@@ -80,7 +80,9 @@ def plan_key(plan: TrainingPlan) -> str:
 
 
 def results_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return {plan: result as JSON values} of the ended task in `event`, without failed plans."""
+    """Return {plan: its result as JSON values} of the ended task in `event`. `event.task` is a list
+    of plans, and `event.result` has a result for each plan. Plans whose result is an error are left
+    out."""
     pairs = zip(event.task, event.result, strict=True)
     return {
         plan: [point.to_dict() for point in value] if isinstance(value, list) else value.to_dict()
@@ -93,9 +95,10 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def _stored(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
 ) -> Iterator[dict[TrainingPlan, Any]]:
-    """Yield {plan: stored result as JSON values}; store the results of tasks that end in the block.
-    Their file is next to the output file `target`; if that is None or a stream, store nothing.
-    Unless `is_resumed`, discard older results. On Ctrl-C, print how many are stored."""
+    """Yield those results of `plans` that an interrupted command has stored: {plan: result as JSON
+    values}. Also store the results of all tasks that end in the block. Stored results are in a file
+    next to the output file `target`. If `target` is None or a stream, read and store nothing.
+    Unless `is_resumed`, discard older results. On Ctrl-C, print how many results are stored."""
     if target is None or is_stream(target):
         yield {}
         return

@@ -79,8 +79,9 @@ class _RunCommand(click.Command):
 
     def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
         """Complete `args`, memest's options, and `script`, the script with its arguments, from
-        `[tool.memest]` of pyproject.toml; return both. A GPU and its limit are added if `args`
-        names no GPU, the script if `script` is empty. Added options are printed."""
+        `[tool.memest]` of pyproject.toml; return both. If `args` names no GPU, add the project's
+        `--gpu` and `--memory-limit`, and print them. If `script` is empty and the working folder is
+        the project's, add the project's command: its options and its script."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
             project_args, script = self.split(list(project.command))
@@ -207,8 +208,9 @@ def run(
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Return (GPUs per node, nodes): of `launch`, if that is a launcher such as `torchrun`, else
-    memest's options `num_local` (None: not given) and `num_nodes`. Both are a `PlanError`."""
+    """Return (GPUs per node, nodes). If a launcher such as `torchrun` starts the script, both
+    numbers are from `launch`. Otherwise they are memest's options `num_local` (None: not given) and
+    `num_nodes`. Raise `PlanError` if a launcher and an option of memest both give a number."""
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
@@ -244,10 +246,12 @@ def _run_one(
     limit_s: float | None, has_input: bool, has_stdout: bool, is_immediate: bool = False,
     folder: str = "",
 ) -> RunResult:  # fmt: skip
-    """Run `target` as `rank`, in a session that `make` returns, for at most `limit_s` seconds.
-    Without `has_input`, the script cannot read stdin; without `has_stdout`, it prints to stderr.
-    Write `files` (None: none); unless `folder` is "", write them there under other names.
-    `is_immediate` makes blocks return to their pools at once, even if other streams use them."""
+    """Run `target` as `rank`, for at most `limit_s` seconds, in the `Session` that `make(rank=rank,
+    is_immediate=is_immediate)` returns. Without `has_input`, the script cannot read stdin; without
+    `has_stdout`, it prints to stderr. After the run, write the output files to the paths in
+    `files`; None writes none. If `folder` is not "", write the output files to `folder` instead,
+    under the names of `_Files.of_rank`, such as `3.0` for rank 3. `is_immediate` makes blocks
+    return to their pools at once, even if other streams use them."""
     from memest.run.ranks import rows_of
     from memest.run.session import run_target
 
@@ -282,7 +286,8 @@ def _run_chosen(
     ranks: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
     """Call `run_one(files, rank)` for each of `ranks`; return one result, with the report of
-    the worst rank. The only rank of a world runs in this process, others in child processes. If the
+    the worst rank. A rank out of memory is the worst, else the rank that reserved most. If the
+    script has one rank only, it runs in this process; several ranks run in child processes. If the
     peaks of the chosen ranks differ, `runs_others` also runs ranks that are not chosen."""
     from memest.run.ranks import environment
 
@@ -342,7 +347,8 @@ def _is_whole(result: RunResult) -> bool:
 
 
 def _explain_missing_report(result: RunResult) -> int:
-    """Print why a run has no report, unless its refusal was printed; return the exit code."""
+    """Print why a run has no report; return the exit code. If a memest error (`result.refusal`)
+    ended the run, print nothing: the caller has printed that error."""
     if result.exit_code == 0:
         print_error(
             "the script has not used the GPU, so there is nothing to report",
@@ -418,8 +424,9 @@ class _Files:
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:
-        """Write these files from those that one rank wrote to `folder`: the rank of `report`. JSON
-        and page show all ranks of `report`."""
+        """Copy the files that the rank of `report` wrote to `folder` to these paths. Two files are
+        changed, to show all ranks: the JSON is that of `report`, and the page gets a table of the
+        ranks."""
         from memest.report.page import with_all_ranks
 
         rank_files = self.of_rank(folder, report.rank)
@@ -449,7 +456,8 @@ def _print(
     whole: WholeTraining, **nodes: int,
 ) -> None:  # fmt: skip
     """Print `report` to `out`. `summary` prints one line instead, `emit` the lines for a scheduler.
-    `nodes` has `num_gpus` (per node) and `num_nodes`."""
+    `verbose` adds all assumptions to the report. `whole` adds hours and price of the training, if
+    the command line has steps or a price. `nodes` has `num_gpus` (per node) and `num_nodes`."""
     print_any_text(out)
     if emit or summary:
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)

@@ -108,7 +108,9 @@ def grid_points(
 ) -> Grid:  # fmt: skip
     """Return ({varied key: value}, plan or its error) for each combination of the keys' values.
     `flags` ({key: text such as `1,2,4`}) and `vary` (texts `KEY=VALUES`) have these values. The
-    file `config` has the other keys. More than `max_points` combinations are an error."""
+    file `config` has the other keys. `gpu` has the names of every plan's GPUs. `gpu_memory` adds a
+    GPU of this memory, such as `24GiB`; None adds none. More than `max_points` combinations are an
+    error."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -244,7 +246,9 @@ def _run_script(script: Sequence[str], names: Sequence[str], flags: dict[str, An
 
 
 def _text(report: SimulatedReport, training: Training, gpus: Sequence[str]) -> str:
-    """Return a table of `gpus`, cheapest first, and a note on those that do not fit."""
+    """Return the text of `memest cheapest`. It has a table with a row for each of `gpus`, in this
+    order. A further line names the GPUs in `report` on which the training does not fit. `training`
+    has the number of steps and the prices, for the columns of hours and price."""
     too_small = [g for g, v in report.verdicts.items() if v.verdict != "fits"]
     warnings = [f"warning: {line}" for line in report.warnings]
     lines = [*warnings, f"{report.name}: {training.num_steps:,} steps", ""]

@@ -118,7 +118,9 @@ def _validation_rows(
     config: Path | None, suite: str | None, plan_values: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
     """Return (plans to run, name for the results file). The plans are those of `config`, `suite` or
-    the options `plan_values`, {plan key: value}. Without a model, they are those of `device`."""
+    the options `plan_values`, {plan key: value}. Without `config`, `suite` and a model in
+    `plan_values`, the plans are those of the shipped suite for the installed GPU, such as
+    `lab-h100`. `device` is the `Device` of that GPU."""
     from memest.validate.experiment import file_stem
 
     if config is None and (suite is not None or "model_name" not in plan_values):

@@ -105,10 +105,12 @@ class AddressSpace:
 
     Measured on an H200 (driver 580.159, from the `segment_alloc` events of recorded runs):
 
-    - A segment is placed at the lowest address with room in a mapped range.
+    - A segment is placed at the lowest address with room in a mapped range. Free addresses in a
+      mapped range are a hole.
     - Without room, a segment gets a new range, of a multiple of 32 MiB, below the others.
-    - A range without segments is unmapped. From the first kernel on, the highest such gap with
-      room serves a new range. Into earlier gaps the host maps libraries.
+    - A range without segments is unmapped. Its addresses become a gap, which can serve a new range.
+      The highest gap with room serves first. A range that is unmapped before the first kernel
+      leaves no gap, since the process maps libraries at its addresses.
     - On several GPUs (`ranges_stay`) ranges stay mapped. The hole of a freed segment then serves
       only requests that fit into it alone, without the free room next to it. This describes the
       order of addresses best (15 % of pairs wrong in 55 recordings of four GPUs, else 20 %).
@@ -120,11 +122,13 @@ class AddressSpace:
     - The first kernel takes `CODE_BYTES`. The driver then maps `LATER_BYTES` in a new range and
       leaves `LATER_ROOM` free. It frees `FIRST_BYTES`, which are free for segments from then on.
     - A handle of cuBLAS takes `HANDLE_BYTES`, the first also `LIBRARY_BYTES`, a later one
-      `CODE_BYTES`. `LIBRARY_BYTES` is a gap between segments of recorded scripts; its owner was
-      not found. Of 2 and 12 MiB, 12 gives the order of addresses of 60 recordings best.
+      `CODE_BYTES`. Recorded scripts have a space of `LIBRARY_BYTES` between segments; what takes
+      it was not found. Of the sizes 2 and 12 MiB for this space, 12 MiB gives the order of
+      addresses of 60 recordings best.
 
-    Only the order of addresses matters here, and only between blocks of one size. Left out: kernels
-    that are loaded later, libraries other than cuBLAS, and gaps where weights of the host were.
+    Only the order of addresses matters here, and only between blocks of one size. Left out are
+    kernels that are loaded later, libraries other than cuBLAS, and gaps that freed weights in host
+    memory leave.
     """
 
     RANGE_BYTES = 32 << 20

@@ -259,7 +259,9 @@ class CachingAllocator:
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
         """Return a block of at least `size` bytes, the rounded `request_bytes`, from new memory for
         the small or large pool of `stream`. If the driver has none, empty the cache and try again.
-        If that fails too, raise `OutOfMemory`, or with `has_soft_limit` increase the limit."""
+        If that fails too, raise `OutOfMemory`. If `has_soft_limit` is set, increase the limit
+        instead, unless allocator settings are in use. A replay sets `has_soft_limit` to find how
+        much memory a run lacks."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):

@@ -41,8 +41,9 @@ class ExpandableSegments:
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
         """Return the index of the block of `pool` that serves a request. The block at `index` is
-        the smallest that is large enough. A later one serves instead if it is smaller once the
-        unmapped addresses after each block are counted."""
+        the smallest that is large enough. Compare it with the next block. Both sizes include the
+        unmapped bytes directly after the block (`_size_if_grown`). While the next block is smaller,
+        go on to the next block."""
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
         while index + 1 < len(keys):
@@ -81,7 +82,9 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return ((stream, `is_small`), (address, bytes) of its unmapped blocks), to compare."""
+        """Return the unmapped blocks, to compare two states of the allocator. The result has an
+        entry for the large and for the small segments of each stream: ((stream, `is_small`),
+        blocks). `blocks` has (address, bytes) of each unmapped block in these segments."""
         return tuple(
             (pool_key, tuple((block.address, block.num_bytes) for block in blocks))
             for pool_key, blocks in self._unmapped.items()

@@ -197,9 +197,12 @@ class _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield (field of `AllocatorSettings`, value) of each option in `tokens`, as one of torch's
-    parsers reads it: CUDA's if `is_cuda`, else that of all devices. CUDA's parser rejects other
-    keys, and those in `unknown`, which are newer than the simulated release."""
+    """Yield (field of `AllocatorSettings`, value) of each option in `tokens`, as one of torch's two
+    parsers reads it. If `is_cuda`, that is the parser of CUDA's own options, else the parser of the
+    options of all devices. Each parser skips the options of the other one. An unrecognised option
+    is skipped by the parser of all devices; CUDA's parser raises `_RefusedError`. Options in
+    `unknown` are unrecognised too: they are newer than the simulated release. For an option without
+    effect on GPU memory, CUDA's parser yields (key, True)."""
     options, other_options = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
@@ -224,7 +227,8 @@ _Read = Callable[[_Tokens, int], object]  # reads the value at an index
 
 
 def _megabytes(tokens: _Tokens, index: int) -> int:
-    """Return the value at `index`, in MiB, as bytes; it is at least `tokens.large_bytes`."""
+    """Return the value at `index`, in MiB, as bytes. Raise `_RefusedError` if it is smaller than
+    `tokens.large_bytes`."""
     value, minimum = tokens.integer(index), tokens.large_bytes // MIB
     if value < minimum:
         key = tokens[index - 2]

@@ -84,7 +84,7 @@ class CountingAllocator(CachingAllocator):
                 observer(size, max(0, free_bytes))
             raise
         size, following = block.num_bytes, block.next
-        if self._tuning is not None and self._is_outside_splits(size, 1):
+        if self._tuning is not None and self._skips_splits(size, 1):
             split = 0, 0  # change of the free blocks that are parts of segments: number, bytes
         elif following is None:
             split = (0, 0) if block.previous is None else (-1, -size)
@@ -134,7 +134,7 @@ class CountingAllocator(CachingAllocator):
         _free(self, block)
         if block.previous is not None or block.next is not None:
             num_split, split_bytes = num_split + 1, split_bytes + block.num_bytes
-        if self._tuning is not None and self._is_outside_splits(size, -1):
+        if self._tuning is not None and self._skips_splits(size, -1):
             num_split = split_bytes = 0
         amounts = (-1, -size, -block.requested_bytes, num_split, split_bytes)
         self._count(block.is_small, _ACTIVE, amounts)
@@ -234,9 +234,10 @@ class CountingAllocator(CachingAllocator):
     def _all(self) -> Iterator[Stat]:
         return chain(*self._stats.values(), self._oversize.values())
 
-    def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count an allocation (`sign` 1) or free (-1) of a block of `num_bytes`, if it is oversize.
-        Return whether segments are expandable: then no free block counts as an inactive split."""
+    def _skips_splits(self, num_bytes: int, sign: int) -> bool:
+        """Return whether the caller leaves the statistics `inactive_split` unchanged. This is so if
+        segments are expandable. Also count the caller's block of `num_bytes` as an oversize
+        allocation (`sign` 1) or free (-1), if it reaches `max_split_size_mb`."""
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
 

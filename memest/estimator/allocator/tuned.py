@@ -95,7 +95,8 @@ class Tuning:
         )
 
     def inserted(self, block: Block) -> None:
-        """Record at which number of searches `block` was inserted into its pool, for its age."""
+        """Record when `block` was inserted into its pool, for its age. Time is counted in searches
+        of the small or of the large pools; each request is one search."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 

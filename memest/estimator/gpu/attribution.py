@@ -146,9 +146,10 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record the running module and line as the origin of the autograd nodes that follow, by
-        the next sequence number. `offset` is -1 below autograd, where the running operator's node
-        has its number already; else 0."""
+        """Record the running module and line as the origin of the autograd nodes that follow. The
+        origin holds from a sequence number on: autograd's next number plus `offset`. `offset` is -1
+        while an operator runs, since the operator's node already has its number. Otherwise `offset`
+        is 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
         owner = name, self._line

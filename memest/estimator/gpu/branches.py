@@ -40,9 +40,10 @@ class WaitingLoops:
 
     def branch(self, guess: bool, notes: Notes) -> bool:
         """Return the value of the unknown condition that the script is reading: `guess` or its
-        opposite. A loop's condition gets the opposite after `ROUNDS` rounds, which ends the loop,
-        and `notes` gets a note. Another condition gets the opposite in the second round of such a
-        loop, or if the code raises on `guess` alone."""
+        opposite. The condition of a loop gets `guess` for `ROUNDS` rounds. Then it gets the
+        opposite, which ends the loop, and `notes` gets a note. Any other condition gets `guess`, or
+        the opposite in the second (or any even) round of a counted loop. If the code raises at once
+        on that value, and not on the other one, the condition gets the other one."""
         frame, loop = _read_now()
         if frame is None:
             return guess
@@ -54,7 +55,8 @@ class WaitingLoops:
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
-        """Count a round, if the script reads the condition of a loop; the value is known."""
+        """Count a round of the loop whose condition the script is reading, and whose value is
+        known. Do nothing if the script reads another condition."""
         frame, loop = _read_now()
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
@@ -141,8 +143,9 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 @cache
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return the values (True, False) of the condition at bytecode `offset` on which `code` raises
-    at once; () if no branch follows the condition."""
+    """Return a tuple of the values of a condition, True or False, on which `code` raises at once.
+    For an `assert` the result is (False,). The condition is read at bytecode `offset`. Return () if
+    `code` raises on neither value, or if no branch follows the condition."""
     steps = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(steps) if step.offset == offset), len(steps))
     if not steps[index:][:1] or "POP_JUMP" not in steps[index].opname:

@@ -179,7 +179,7 @@ _CHOICES = frozenset(
     map(id, _IN_ORDER | operators("max.dim min.dim argmax argmin topk multinomial"))
 )
 _BY_SIZE = frozenset(map(id, COMPARISONS | _ABOVE | _BELOW))
-"""Ids of comparisons by size. An id is looked up for each operator, and is faster to hash."""
+"""Ids of `<`, `<=`, `>` and `>=`. An id is looked up for each operator, and is faster to hash."""
 
 EVENLY = (
     "the size of some results depends on unknown values: choices, such as those of a router "
@@ -234,8 +234,9 @@ class _Selections:
 
 class GuessedValues:
     """Guessed values of tensors that decide the shapes of results, such as a router's choices.
-    Choices, such as those of `topk`, are spread evenly over all indices. Comparisons by size are
-    True. A guess is used even if `known` has a computed value. `guesses` counts each use."""
+    Choices, such as those of `topk`, are spread evenly over all indices. A mask made by `<`, `<=`,
+    `>` or `>=` is True in all elements. A guess is used even if `known` has a computed value.
+    `guesses` counts each use."""
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
         self._known = known
@@ -300,9 +301,12 @@ class GuessedValues:
         return result
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Store a guess of `out = func(*args, **kwargs)`, if `func` chooses, such as `topk`, or
-        compares by size. If an argument has a guess, compute the value of another result from it.
-        Call this before `KnownValues.follow`."""
+        """Store a guess of `out = func(*args, **kwargs)`. If `func` chooses among unknown values,
+        such as `topk`, the guess is indices that are spread evenly. If `func` compares unknown
+        values by `<`, `<=`, `>` or `>=`, or converts them to bool, all elements are guessed
+        to be True. A comparison of one element gets no guess. For other operators, the guess is
+        computed from the guesses of arguments, if there are any. Call this before
+        `KnownValues.follow`."""
         layer = self._layer
         if id(func) in _CHOICES:
             if not self._known.is_known(args[0]):

@@ -183,7 +183,9 @@ class History:
         self._top_at = len(log.open)
 
     def _live_through(self, events: "array[int]") -> None:
-        """Update the ids of live storages by `events`."""
+        """Update the ids of live storages by `events`. An event `index` is an allocation of the
+        storage with this id, and `free_of(index)` is its free. A storage that a collective used
+        (`stashed`) is freed by `return_of(index)` instead."""
         alive, stashed = self._alive, self._storages.stashed
         for event in events:
             if event >= 0:
@@ -194,7 +196,8 @@ class History:
                 alive.discard(free_of(event))
 
     def _reuse(self) -> None:
-        """Let new storages use the ids that the events of `log.open` have freed."""
+        """Let new storages use the ids of freed storages. The frees are read from `log.open`, which
+        has the events since the last `fold` once the log is full."""
         storages, first_index, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
             if event >= 0 or event <= EMPTIED:

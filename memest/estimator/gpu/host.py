@@ -229,7 +229,9 @@ class HostTensors:
         return out
 
     def _on_meta(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Return the result of `func` on meta tensors; if that fails, by a rule or a guess."""
+        """Return the result of `func`, called with meta tensors. If torch cannot do that, return a
+        result of guessed shape, or that of the operator's rule (`Op.result`). If there is neither,
+        call `func` with ones in place of tensors without data, or raise an error."""
         try:
             return func(*_as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -264,7 +266,8 @@ class HostTensors:
             raise failure from error
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
-        """Yield `indices`, a mask as its True entries' positions: one tensor per dimension."""
+        """Yield each of `indices`. In place of a mask, yield the positions of its True entries: a
+        tensor for each dimension of the mask."""
         for index in indices:
             if index is None or index.dtype not in MASK_DTYPES:
                 yield index
@@ -358,7 +361,8 @@ def _ones_like(tensor: Tensor) -> Tensor:
 
 
 def _has_large_floats(args: Args) -> bool:
-    """Return whether float and uint8 tensors of `args` would take at least 1 MiB in float32."""
+    """Return whether all float and uint8 tensors of `args` together would take at least 1 MiB in
+    float32."""
     tensors = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
     return sum(t.numel() * 4 for t in tensors) >= VIRTUAL_HOST_BYTES
 

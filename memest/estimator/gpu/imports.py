@@ -48,7 +48,8 @@ class ImportHooks(MetaPathFinder):
             )
 
     def within(self, name: str, context: Callable[[], Any]) -> None:
-        """Run the import of module `name` in the context manager `context()`, if not yet done."""
+        """Run the import of module `name` in the context manager `context()`. Do nothing if the
+        module is already imported."""
         if name not in sys.modules:
             self._contexts[name] = context
             self._actions.setdefault(name, [])

@@ -151,8 +151,10 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield the events of `recipe` that are not `TRIED`. At the recipe's first call, allocate
-        and free the tried workspaces, as `cudnn.benchmark` does."""
+        """Yield the events of `recipe`, except tried workspaces (`TRIED`). An event is (bytes,
+        position of the output). Bytes None mean the output's own size, and negative bytes a free.
+        Position None or `OLDEST` means a temporary. At the recipe's first call, also allocate and
+        free the tried workspaces, as `cudnn.benchmark` does."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False

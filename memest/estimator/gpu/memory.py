@@ -60,7 +60,8 @@ class GarbagePace:
         gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
-        """Raise the threshold by `num_objects` that memest made; if negative, that it freed."""
+        """Raise the threshold by `num_objects`, the number of objects that memest made. A negative
+        number lowers the threshold, by the objects that memest freed."""
         if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
@@ -192,8 +193,9 @@ class Memory:
         self, pool: int, live: Mapping[int, int], owners: Collection[int], site: Site
     ) -> None:
         """Free the blocks in use of the private pool `pool`, and allocate `live`, {address: bytes},
-        in it. The storages with the keys `owners` are at these addresses, and hold the blocks from
-        then on. Blocks without an owner go to `raw_blocks`. Reports name `site` as their origin."""
+        in it. `owners` has the `storage_key` of each storage that gets a block. The storage gets
+        the block at its own address (`address_of`). Ids of blocks without an owner are added to
+        `raw_blocks`, by address. Reports name `site` as the origin of all blocks."""
         for index in self.blocks_of(pool):
             reference = self._references.get(index)
             self.detach(reference.key) if reference is not None else self.free(index)
@@ -251,9 +253,11 @@ class Memory:
             self.history.allocated(index, self.storages.sites[index])
 
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
-        """Allocate and free a workspace of `num_bytes`, halved until it fits, and empty the cache.
-        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do so. Return True;
-        or False, without any change, if the GPU has less than `num_bytes` outside the allocator."""
+        """Try a workspace of `num_bytes`: allocate it, free it, and empty the cache. Return True.
+        If the GPU has less than `num_bytes` outside the allocator, change nothing and return False.
+        The allocator can still refuse the request, for example if its own limit is lower. Then
+        halve the size until it fits. `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and
+        its caller do so."""
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
             return False
@@ -402,8 +406,9 @@ class Memory:
         self._stashed[index] = end_time
 
     def unstash(self, until: float | None = None) -> None:
-        """Free storages stashed for collectives that ended by `until` (microseconds). None, for a
-        new collective, means the host's time less a period of NCCL's watchdog."""
+        """Free storages stashed for collectives that ended by `until` (microseconds). At the start
+        of a new collective, `until` is None. None stands for the host's time less a period of
+        NCCL's watchdog."""
         if until is None:
             until = self._timeline.host_time[0] - WATCHDOG_US
         indices = sorted(index for index, end_time in self._stashed.items() if end_time <= until)
