@@ -88,9 +88,13 @@ def _has_own_dispatch(kind: type) -> bool:
     return kind is not Tensor and getattr(kind, "__torch_dispatch__", disabled) is not disabled
 
 
-def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
-    """Run `func`, a tensor factory that C++ calls with device `meta` inside a composite operator.
-    `CudaSimMode._adopt` puts the result on the GPU once an operator on the GPU uses it."""
+def _make_on_meta(func: Any, args: Args, kwargs: Any) -> Any:
+    """Call the tensor factory `func` with device `meta`, and return the new tensor.
+
+    C++ makes such tensors inside composite operators. The tensor is neither on the GPU nor on the
+    host until an operator on the GPU uses it. Then `CudaSimMode._adopt` puts the tensor on the GPU.
+    A tensor made from a number gets the attribute `number`.
+    """
     result = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         result.number = args[0]
@@ -99,7 +103,10 @@ def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data.
-    `guesses` gives unknown values that the script reads, `lines` the line that it runs."""
+
+    `guesses` is an object that returns a guess where the script reads an unknown value. `lines` is
+    an object that returns the running line of the script, such as `train.py:12`.
+    """
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -207,7 +214,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a tensor reports: a formula of autograd, a composite
             if not INSIDE.composite and torch._C._current_graph_task_id() == -1:
-                return _without_place(func, args, kwargs)
+                return _make_on_meta(func, args, kwargs)
             if not on_host:
                 return self.run_on_gpu(func, args, kwargs)
         if on_host:
@@ -226,7 +233,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, args, kwargs)
 
     def _decomposed(self, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator as several others by `key`, a dispatch key or a function."""
+        """Run the operator `func` as the operators into which it is decomposed.
+
+        `key` is a dispatch key or a function. For a dispatch key, run the kernel of `func` for that
+        key. A function is called in place of `func`, with the same arguments.
+        """
         result = run_decomposed(self, key, func, args, kwargs)
         if func.namespace == "bitsandbytes":
             self.work.call_library(func, args, kwargs, result)
@@ -286,7 +297,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, labelled PARAMS or BATCH; `adopts`: see `run_on_gpu`."""
+        """Copy a host tensor to the GPU, and return the GPU tensor.
+
+        New GPU memory is labelled PARAMS if the host tensor is an `nn.Parameter`, else BATCH.
+        `adopts` is passed to `run_on_gpu`.
+        """
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -310,7 +325,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Copy a GPU tensor to the host; the result has data only if `copied` gives it values."""
+        """Copy a GPU tensor to the host, and return the host tensor.
+
+        The host tensor gets the values of the GPU tensor if they are known or guessed. The function
+        `copied` of ops/copies.py makes the host tensor; its docstring has the other cases.
+        """
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})

@@ -107,10 +107,14 @@ class PendingWorks:
     ) -> int:
         """Record a collective or a message of process group `group`; return the stream for it.
 
-        `peer` is the other rank of a message, None for a collective. `name` is "send" for a sent
-        message. Except in a batch, each pair of ranks has its own communicator and stream
-        (`ProcessGroupNCCL::pointToPoint`). `messages` are those by which NCCL runs a collective,
-        each (other rank, True if this rank sends).
+        `peer` is the other rank of a message, and None for a collective. `name` is the operator's
+        name. It is "send" if this rank sends the message, and another name if it receives.
+        `messages` is not empty for a collective that NCCL runs as messages, such as a scatter. Each
+        element is (other rank, True if this rank sends).
+
+        Each pair of ranks has a communicator and a stream for its messages
+        (`ProcessGroupNCCL::pointToPoint`). Messages share the communicator of the group within
+        `batch_isend_irecv`, or if `init_process_group` got a `device_id`.
         """
         self.release_due()
         stream = self._timeline.stream

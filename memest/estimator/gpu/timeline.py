@@ -147,9 +147,12 @@ class Timeline:
     def launch(self, func: Any, recipe: Any) -> None:
         """Launch the kernels of one call of `func` on the current stream.
 
-        The first launch of `func` loads kernels, for which the host waits for all streams ("Lazy
-        Loading", CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe.work` is
-        the index of the call's work in the log. `recipe` is None for a read of a value.
+        The first launch of `func` loads kernels. The host then waits for all streams ("Lazy
+        Loading", CUDA Programming Guide 13; measured on pipelines of four H200s).
+
+        `recipe` is the `Recipe` of the call (gpu/kernel_calls.py). Its field `work` is the index of
+        the call's kernels in `log.works`, or -1 for a call without a kernel. `recipe` is None for a
+        read of a value.
         """
         if func not in self._loaded:
             self._loaded.add(func)
@@ -222,9 +225,13 @@ class Timeline:
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
         """Return the stream on which the running operator, called with `args`, is launched.
 
-        In backward it is the one on which the node's forward ran. A sum of gradients (`is_sum`)
-        runs on the stream of the node that gets the sum (`InputBuffer::add`), or for a parameter on
-        `accumulates_on`.
+        In the forward it is the current stream. In the backward, autograd is running a node of its
+        graph. The operator is launched on the stream on which the forward of this node ran.
+
+        A sum of gradients (`is_sum`) is launched on the stream of the node that gets the sum
+        (`InputBuffer::add`). If a parameter gets the sum, it is the parameter's stream in
+        `leaf_streams`, by default `accumulates_on`. The simulations of FSDP and of DDP set these
+        two attributes.
         """
         node = torch._C._current_autograd_node()
         if node is None or self._given_in_backward:
@@ -243,8 +250,12 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Return the stream of a backward `node`: the one on which its forward ran. A parameter's
-        node has its stream of `leaf_streams`, by default the current one."""
+        """Return the stream of the backward `node`: the stream on which its forward ran.
+
+        The `AccumulateGrad` node of a parameter has no forward. Its stream is looked up by the
+        parameter in `leaf_streams`, which the simulation of FSDP fills. A parameter that is not
+        found has the current stream.
+        """
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)

@@ -69,12 +69,13 @@ class Mailbox:
             part_file.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
-        """Return the next message under `key`; None if its value is unknown or it never comes.
+        """Return the next message under `key`, from rank `source`; None if its value is unknown.
 
-        Rank `source` posts the message. If that rank runs at the same time, wait for the message.
+        If `source` is simulated at the same time, wait for the message. If the message is never
+        posted, raise `PeerEnded` after a call of `meet(source)`, and return None without that call.
 
         Raises:
-            PeerEnded: `source` has ended without the message.
+            PeerEnded: `meet(source)` was called, and `source` has ended without the message.
         """
         if self._folder is None:
             return None
@@ -107,7 +108,11 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, key: object, ranks: Collection[int]) -> None:
-        """Wait until all `ranks` simulated now have called `arrive` with the same `key`."""
+        """Wait until other ranks have called `arrive` with the same `key`.
+
+        Wait only for those of `ranks` that are simulated at the same time as this rank. Do not wait
+        for a rank that has ended.
+        """
         if self._companions:
             self.post((key, self._own), None)
         for peer in self._companions.intersection(ranks):
@@ -120,8 +125,12 @@ class Mailbox:
         return ranks - {self._own} if self._own in ranks else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Return whether rank `source` posts the message file `path`; wait if `source` runs now. It
-        never does if it has ended, or if it waits for a message that this rank never posts."""
+        """Return whether rank `source` posts the message file `path`.
+
+        Wait for the file if `source` is simulated at the same time. Return False if `source` has
+        ended without posting the file. Also return False in a deadlock: `source` itself is waiting
+        for a message that was not posted.
+        """
         if path.exists() or source not in self._companions:
             return path.exists()
         wait_file, peer_wait_file = self._path("waits", self._own), self._path("waits", source)

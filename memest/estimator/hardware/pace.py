@@ -136,7 +136,8 @@ class Clocks:
         kernel_share: Any = 1.0,
         host_share: float = 1.0,
     ) -> list[tuple[float, float]]:
-        """Return (seconds, extra seconds of first calls with new sizes) of each step.
+        """Return (seconds, extra seconds) of each step. The extra seconds are time of the host for
+        first calls with new sizes; the seconds include them.
 
         `steps` has the `WorkLog` events of each step, `num_known` the number of works that occurred
         before it. Kernels take `kernel_share` times their time (a number, or an array by work), and
@@ -227,8 +228,13 @@ class Table:
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return the seconds of a kernel, whose share of the measured GPU's peak rates is
-        `efficiency`. On a GPU with the same peak rates, only the time for bytes differs."""
+        """Return the seconds of a kernel with this `work` on this GPU.
+
+        `efficiency` is the share of the peak rates that the kernel reached on the measured GPU. The
+        kernel is assumed to reach the same share here. If both GPUs have the same peak rates of
+        operations, only the part of the measured time that bytes take is scaled. It is scaled by
+        the ratio of the memory bandwidths.
+        """
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
@@ -299,10 +305,14 @@ class Calls:
 
 
 def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
-    """Return the times on `gpu`, of the user's file (`MEMEST_PACE`) if that is of the same chip.
+    """Return the table of kernel times and host times on `gpu`.
 
-    Else kernel times are the package's, and host times still the user's. `has_own` False ignores
-    the user's file, so that the memory of a training does not depend on it.
+    The environment variable `MEMEST_PACE` can name a file that the user has measured. If the file
+    is of a GPU with the same chip as `gpu`, all times are from the file. If it is of another chip,
+    host times are from the file and kernel times are the package's.
+
+    Without a file, all times are the package's. `has_own` False ignores the file, so that the
+    memory of a training does not depend on it.
 
     Raises:
         PlanError: the file cannot be read.

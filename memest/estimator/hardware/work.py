@@ -185,9 +185,12 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
 
 
 def _order(shape: Strides, source: Strides, target: Strides) -> tuple[Any, ...]:
-    """Return (kind, *sizes) of a copy of `shape` from strides `source` to `target`. It is
-    (`permute`, contiguous elements) if the innermost dimension stays. Otherwise it is (`transpose`,
-    innermost length before, innermost length after)."""
+    """Return (kind, *sizes) of a copy of a tensor of `shape` from strides `source` to `target`.
+
+    The innermost dimension is the one with stride 1. If it is the same in source and target, the
+    result is (`permute`, number of elements that are contiguous in both). Otherwise the result is
+    (`transpose`, length of the source's innermost dimension, length of the target's).
+    """
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
         for steps in (source, target)
@@ -278,11 +281,17 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Return the work of a convolution with result `out`; `values` are its arguments by name. Its
-    size is (output positions, input positions, output channels, input channels, window). With
-    groups it has the channels of one group, and the number of groups at its end. A transposed
-    convolution counts as the one that it reverses. Grouped sequences, windows of one element, and
-    depthwise windows above 5 x 5 (`wide`) are kinds of their own."""
+    """Return the work of a convolution with result `out`; `values` are its arguments by name.
+
+    The size of the work is a tuple. For a grouped convolution, its channels are those of one group.
+
+        one group       (output positions, input positions, output channels, input channels, window)
+        several groups  (the same five numbers, number of groups)
+
+    A transposed convolution counts as the convolution that it reverses. Some grouped convolutions
+    have kinds of their own: those in 1-d, with windows of one element, and depthwise ones with
+    windows above 5 x 5 (`wide`).
+    """
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
     output = values.get("grad_output", out)
@@ -311,9 +320,13 @@ PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels
 
 
 def _products(size: Sizes, rate: str, itemsize: int, data: bool, weights: bool) -> list[Work]:
-    """Return the matrix products that equal a 1x1 convolution in channels-last of this `size`.
-    `rate` is the key of a peak rate, `itemsize` the bytes of an element. In a backward, `data` is
-    True for the input's gradient and `weights` for the weight's; in a forward both are False."""
+    """Return the matrix products that equal a 1x1 convolution in channels-last.
+
+    `size` is (output positions, input positions, output channels, input channels, 1), as in
+    `_convolution`. `rate` is the key of a peak rate, `itemsize` the bytes of an element. In a
+    backward, `data` is True for the input's gradient and `weights` for the weight's. In a forward
+    both are False.
+    """
     rows, _, c_out, c_in, _ = size
     shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights or [(rows, c_out, c_in)]
     kind = "matmul" + "-odd" * (itemsize == 2 and bool(c_out % 8 or c_in % 8))
@@ -399,9 +412,16 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # kinds of Python and C++ code 
 
 
 class WorkLog:
-    """Log of what the host launches and waits for in the last steps, to estimate their time. A
-    launch is the number `NUM_HOSTS * index + phase`: the index of its work in `works`, and
-    `FORWARD`, `BACKWARD` or `OPTIMIZER`. Other events are negative: `WAITS`, `CUT` or `HOST`."""
+    """Log of what the host launches and waits for in the last steps, to estimate their time.
+
+    Each event is an integer. A launch is `NUM_HOSTS * index + phase`. Its `index` is that of its
+    work in `works`, and its `phase` is `FORWARD`, `BACKWARD` or `OPTIMIZER`. Other events are
+    negative:
+
+        WAITS      the host waits for the GPU
+        CUT        the backward of a micro-batch ends
+        HOST - us  an operator runs on the host for `us` microseconds
+    """
 
     has_called: ClassVar[bool] = False  # whether an operator called bitsandbytes' library
 
@@ -419,7 +439,12 @@ class WorkLog:
         self._index: dict[Work, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
-        """Add the kernels of one call of `func`; `recipe.work` caches their index in `works`."""
+        """Add the kernels of one call of the operator `func` to the log.
+
+        `recipe` is the `Recipe` of the call (gpu/kernel_calls.py). Calls with the same shapes can
+        share it. Its field `work` caches the index of the kernels in `works`: None before the first
+        call, and -1 if the call has no kernel.
+        """
         if recipe.work is None:
             recipe.work = self._index_of(work_of(func, args, kwargs, out))
         if recipe.work >= 0:
@@ -476,8 +501,9 @@ class WorkLog:
         """Record a step of the optimizer whose `id()` is `optimizer` (0: a loop without one). If it
         has already stepped in this training step, another training step begins.
 
-        `num_params` counts the parameters with gradients. Without `has_backward`, no other training
-        step begins: DeepSpeed steps once for each group of parameters.
+        `num_params` counts the parameters with gradients. `has_backward` is False if no backward
+        ran since the last optimizer step. Then no other training step begins, because DeepSpeed
+        steps once for each group of parameters.
         """
         self.run_python(STEP, num_params)
         if not self.steps or (optimizer in self._stepped and has_backward):
