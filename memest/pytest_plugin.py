@@ -59,7 +59,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
-    """Virtual GPU for the test: of its mark, else of `[tool.memest]`, else the default."""
+    """Virtual GPU on which the test runs, as a `Session` with peaks and a report. The GPU is the
+    one that the mark `gpu_memory` names, else that of `[tool.memest]`, else the default."""
     from memest.errors import MemestError
     from memest.run.session import virtual_gpu as simulate
     from memest.units import parse_bytes
@@ -78,8 +79,9 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return (memory limit, GPU) from the test's mark, else from the project; "" if neither has
-    one. A test without a mark has no limit."""
+    """Return (memory limit, GPU) for a test; "" is none. With the mark `gpu_memory`, both are from
+    the mark, and a value that the mark lacks is from the project. Without the mark, the limit is ""
+    and the GPU is from the project."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)

@@ -92,7 +92,8 @@ def list_models() -> list[ModelEntry]:
 def find_entry(name: str) -> ModelEntry | None:
     """Return the bundled model with this short name, Hub id or alias; None if there is none.
 
-    Case does not matter. `-`, `_` and a blank are ignored; between two digits they are one sign.
+    Case is ignored, and so are `-`, `_` and blanks. Between two digits, `-`, `_` and a blank are
+    not ignored, but equal to each other: `3_18` is `3-18`, and not `318`.
 
     >>> find_entry("salesforce/BLIP2-flan-t5-xxl").name, find_entry("openllama-7b").name
     ('blip2-flan-t5-xxl', 'open_llama_7b')
@@ -137,7 +138,12 @@ def resolve_config(
 
 
 def check_name(name: str) -> None:
-    """Raise the errors of `resolve_config` for `name` that need neither imports nor the network."""
+    """Check a model's `name` without the network, and without imports of other packages.
+
+    Raises:
+        UnknownModelError: `name` is no bundled model, no path of a config, and no possible Hub id.
+        UnsupportedError: a package that plans need is not installed.
+    """
     if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
         raise _unknown(name)
     require(*PLANS)
@@ -293,9 +299,10 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Return a `ModelConfig` of `raw`, the content of a config.json, after checks. `name`, also for
-    errors, `source` and `entry` are fields of it. `remote_from` is the folder or Hub id whose code
-    may run; "" allows none."""
+    """Return a `ModelConfig` made from `raw`, the content of a config.json, after checks. The
+    result has the fields `name`, `source` and `entry`; errors have `name` too. `source` is
+    `bundled`, the path of the file, or `hub:org/name`. `remote_from` is the folder or Hub id whose
+    code may run; "" allows none."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(

@@ -256,7 +256,8 @@ def _read(
     """Return the `Key` for a row of `keys.json` in `section`; `rest` are its other fields.
 
     `choices` names a constant of this module, `need` is a key of `NEEDS`; "" is none. `bounds` has
-    fields of `Bounds`, or [lowest, highest, end of the hint] for whole numbers; None: no bounds.
+    fields of `Bounds`; None is no bounds. For whole numbers, `bounds` may also be [lowest, highest]
+    or [lowest, highest, text]. The text ends the hint of the error for a number out of bounds.
     """
     if isinstance(bounds, list):
         low, high, *hint_end = bounds

@@ -108,9 +108,12 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, sizes: dict[int, int], ancestors: set[int]) -> int:
-    """Return the number of values in a YAML `node`, with aliases expanded; over `MAX_NODES` if it
-    contains itself. `sizes` has the sizes of nodes counted before, by id. `ancestors` has the ids
-    of the nodes that contain this one."""
+    """Return the number of values in a YAML `node`, with aliases expanded. The result is above
+    `MAX_NODES` if the node contains itself.
+
+    `sizes` is {id of a node: its size}; the call adds the nodes that it counts. `ancestors` are the
+    ids of the nodes that contain `node`; the call leaves them as they are.
+    """
     if id(node) in ancestors:
         return MAX_NODES + 1
     if id(node) not in sizes:

@@ -190,7 +190,9 @@ def _draw_cell(panel: Panel, position: tuple[int, int], cell: _Cell, size: float
 
 
 def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
-    """Write the heads `columns` over the table: on two lines if needed, only some if too narrow."""
+    """Write the heads `columns` over the table. A head of several words gets two lines if it is too
+    wide for its column. If all heads have one line and the columns are too narrow, only the first
+    head and every n-th head are written."""
     per_x = panel.per_x
     heads = [_wrapped(column, per_x - 0.06) for column in columns]
     widest = max(text_width(line, style.TICK) for head in heads for line in head)

@@ -33,10 +33,11 @@ def peak_parts(report: Prediction) -> dict[str, int]:
 
 
 def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
-    """Return `report.needs_bytes` split by kind of memory; cached blocks are one part.
+    """Return `report.needs_bytes` split by kind of memory, with cached blocks as the part `CACHED`.
 
-    For a plan that does not fit, `unlimited` is its prediction on a GPU that holds it. If that is
-    None, bytes beyond the failure are of the kind `UNKNOWN`.
+    For a plan that does not fit, the kinds are from `unlimited`, its prediction on a GPU that holds
+    it. If `unlimited` is None, the kinds are from the peak before the failure. The rest of the need
+    is then the part `UNKNOWN`, in place of `CACHED`.
     """
     is_oom = report.verdict is Outcome.OOM
     parts = peak_parts(unlimited if is_oom and unlimited is not None else report)
@@ -50,8 +51,10 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
     """Return `fits`, `tight`, `may`, `OOM` or `?` for a GPU that can reserve `limit_bytes`.
 
-    It is the stored verdict on this limit, or on the GPU with the label `gpu`. Else it is `fits` if
-    the limit is at least the peak reserved, `OOM` if it is below the peak allocated.
+    If `report` has a verdict on this limit, or on the GPU with the label `gpu`, the result is the
+    word of the verdict. Without a verdict, it is `OOM` for a limit below the peak allocated. It is
+    `fits` for a limit of the peak reserved or more, and `?` for a limit between the two peaks.
+    `tight` and `may` are only words of verdicts.
     """
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
@@ -161,14 +164,16 @@ def _label(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
 
 
 def _fitting(texts: Sequence[str], size: float, min_size: float, *, bold: bool = False) -> float:
-    """Return the largest font size, `min_size` to `size` points, at which `texts` fit a column."""
+    """Return the largest font size, in points, at which each of `texts` is at most `_NAME` inches
+    wide. It is at most `size`, and `min_size` if no larger size fits."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(min_size, size), size * _NAME / widest)
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
-    """Return the limit in GiB of the report's own GPU if the run is out of memory there, else None.
-    Without a verdict on this GPU, it is the limit in `layout`, or else the least one there."""
+    """Return the limit of the report's own GPU, in GiB, if the run is out of memory there; else
+    None. The limit is from the verdict on this GPU. Without this verdict, it is the limit of this
+    GPU in `layout.gpus`. If the GPU is missing there, it is the least of `layout.lines`."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:
@@ -230,8 +235,10 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, its middle in GiB, line from 0) for each of `gpus`, (name, limit in bytes).
-    The line is the lowest with room. The axis has `per_gib` inches per GiB and ends at `edge`."""
+    """Return (text, x, row) of a label for each of `gpus`, (name, limit in bytes). The middle of
+    the text is at x GiB on the axis. Labels are in rows over the chart, and row 0 is the lowest.
+    Each label is in the lowest row with room. The axis has `per_gib` inches per GiB and ends at
+    `edge` GiB."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:

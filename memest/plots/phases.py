@@ -21,7 +21,9 @@ FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar of the chart: figures of a phase (`row`), or without them (None) a mark."""
+    """One bar of the chart, with the figures of a phase in `row`. Without figures `row` is None,
+    and the bar is hatched up to `failed_at_bytes`. If `failed_at_bytes` is 0, a text such as `none`
+    is in place of the bar."""
 
     report: Report
     row: PhaseRow | None
@@ -152,7 +154,9 @@ def _draw_column(
 
 
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
-    """Hatch a bar at `x` up to the bytes at the failure, or write that the phase has no figures."""
+    """Hatch a bar up to the bytes at the failure, or write that the phase has no figures. `x` is
+    the middle of the bar. `x` and `width` are in data coordinates. `gid` is the first part of the
+    bar's ids in an SVG."""
     theme = panel.theme
     failure_gib = column.failed_at_bytes / GIB
     if not failure_gib:  # in a run that fits, this micro-batch has no optimizer step
@@ -173,7 +177,8 @@ def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
     """Draw the line of `limit_bytes`, with its name on the side of the chart that has lower bars.
-    `tops` are the heights of the bars in bytes. If `is_far`, only the name is drawn."""
+    `tops` are the heights of the bars in bytes. If `is_far`, the limit is too far above the bars
+    for a line, so only the name is written, at the upper edge."""
     suffix = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{suffix}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

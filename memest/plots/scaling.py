@@ -275,8 +275,9 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
 
 
 def _bar(report: Prediction) -> dict[str, int]:
-    """Return {part: bytes} of a bar that ends at the need. The parts are kinds of memory at the
-    peak, then `cached` blocks, or for a run out of memory the need beyond the failure."""
+    """Return {part: bytes} of a bar that ends at `needs_bytes` of `report`. The first parts are
+    kinds of memory at the peak. The rest is the part `cached`, or `needed, not reached` if the run
+    is out of memory."""
     parts = stack_of(report)
     excess = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
@@ -286,8 +287,9 @@ def _bar(report: Prediction) -> dict[str, int]:
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
     """Draw the peak of each rank: allocated, cached by the allocator, and outside of it.
 
-    The outline goes up to the highest peak over the times at which blocks used by two streams are
-    freed. `limit_bytes` is the memory of the GPU.
+    A block that two streams use is freed at a time that differs between runs, so the peak may
+    differ too. The outline over a bar goes up to the highest possible peak. `limit_bytes` is the
+    memory of the GPU.
     """
     rows = report.ranks
     highest = max(map(_highest, rows))
@@ -346,7 +348,8 @@ def plot_fragmentation(
     """Draw reserved GiB over optimizer steps, with a line for the allocator setting of each run.
 
     Thick lines are under the limit `gpu_limit_bytes`, thin ones without a limit. A cross is a step
-    that runs out of memory. The area is the memory in use under the first setting.
+    that runs out of memory. The area is the memory in use under the first setting. The title has
+    the name and the settings of `report`, the plan's prediction; the limit line has its GPU.
 
     Raises:
         PlanError: there is no run.
@@ -428,7 +431,9 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 def _draw_step_limit(
     panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int
 ) -> None:
-    """Draw the line of `limit_bytes` if it is on the axes, named where the fewest curves are."""
+    """Draw the line of `limit_bytes`, if it is on the axes. Its label has the GPU of `report`. The
+    label is at one end of the line, over or under it, where it hides the fewest points of
+    `runs`."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return

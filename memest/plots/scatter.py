@@ -192,7 +192,9 @@ def _worst_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
-    """Return the run's name, cut to its column, and a tag for OOM or differing verdicts."""
+    """Return the run's name and a tag: `(verdicts differ)`, else `(OOM)` if the measured run was
+    out of memory, else none. The name is cut so that name and tag fit 3.4 inches at `size`
+    points."""
     tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
     tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
     return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

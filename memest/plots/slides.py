@@ -19,7 +19,8 @@ _AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6  # inches: numbers of an axis, names bel
 
 
 def colors_of(theme: Theme) -> Mapping[str, str]:
-    """Return {name in `Series.color`: colour} for the parts of a lecture's bars."""
+    """Return {name of a part: colour in `theme`} for the parts of stacked bars. Names are the kinds
+    of memory, such as `grads`, and others, such as `cached`. `Series.color` has such a name."""
     is_dark = theme.ink > theme.background
     more, less = theme.kinds["grads"], theme.kinds["gathered"]
     return {

@@ -101,7 +101,8 @@ def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
 
 
 def row_size(num_rows: int, inches: float) -> float:
-    """Return the font size, at most `VALUE` points, at which `num_rows` lines fill `inches`."""
+    """Return the font size in points at which `num_rows` lines of text fill a height of `inches`.
+    The size is at most `VALUE`, 16 points."""
     return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
@@ -224,7 +225,8 @@ class Panel:
         )  # fmt: skip
 
     def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-        """Write a bar's number over its top (`x`, `y`), or under the top if `is_inside`."""
+        """Write a bar's number over its top, or under the top if `is_inside`. The middle of the top
+        is (`x`, `y`) in data coordinates."""
         self.axes.annotate(
             text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
             va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,

@@ -121,8 +121,9 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return (event, GiB) for `text`, where `lower` and `upper` are furthest apart over its width.
-    They are GiB at each event of `columns`. None if there is too little room."""
+    """Return (x, GiB) for the middle of `text` in an area of the chart; None if it has too little
+    room. `lower` and `upper` are the edges of the area, in GiB at each x of `columns`. The middle
+    is where the edges are furthest apart over the width of `text`."""
     width = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, center = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
