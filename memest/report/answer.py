@@ -72,9 +72,10 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
 def summary_line(
     report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
-    """Return one line: memory, the verdict on `gpu` (empty: the report's GPU), and the place of the
-    peak or failure. The memory is the peak reserved, or the need if the run may not fit. With
-    `measured_bytes`, the peak reserved of a real run, the line has both figures."""
+    """Return one line: memory, the verdict on `gpu`, and the place of the peak or failure. If `gpu`
+    is empty, it is the report's GPU. If the run fits, the memory is the peak reserved. Otherwise it
+    is the need: the least limit under which the run fits. With `measured_bytes`, the peak reserved
+    of a real run, the line has both the predicted and the measured memory."""
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]
     is_oom = verdict.verdict is Outcome.OOM
@@ -142,9 +143,10 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 
 
 def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
-    """Return coloured lines: the verdict on the report's GPU, and what fills the peak. If a plan is
-    out of memory, a line has `change`, the cheapest change with which it fits; None if that is
-    unknown. The result is [] if the report has no verdict on its GPU."""
+    """Return coloured lines: the verdict on the report's GPU, and what fills the peak. If the
+    report is of a plan that is out of memory, a line has `change`. `change` is the cheapest change
+    with which the plan fits. If `change` is None, or the report is of a script, there is no such
+    line. The result is [] if the report has no verdict on its GPU."""
     verdict, peak = report.verdicts.get(report.gpu), report.peak
     if verdict is None:
         return []
@@ -179,8 +181,9 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
-    """Return [a line] if memest simulates the kernels of another torch than the installed one, else
-    []. `versions` has a report's versions by name, the simulated one with the key `KERNELS`."""
+    """Return [a line] if the simulated kernels are of another torch than the installed one, else
+    []. `versions` is a report's dict of library versions, such as {"torch": "2.11.0"}. The torch
+    release whose kernels are simulated has the key `KERNELS`."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
     target = versions.get(BUILT_FOR, "")
     build = (
@@ -231,7 +234,8 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line per operator that runs out of memory, with the names of its GPUs."""
+    """Return a line per operator whose request fails, with the names of the GPUs on which it fails.
+    `verdicts` has verdicts by GPU name. An example is "out of memory in aten.mm: l4, a10"."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):

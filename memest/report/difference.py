@@ -82,8 +82,9 @@ def grown(changes: Sequence[Change]) -> list[str]:
 def other_versions(
     before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
 ) -> str:
-    """Return a sentence if memest's or torch's versions differ, else "". `before` and `after` have
-    two reports' versions by library. `what` is the sentence's name for the first report."""
+    """Return a sentence if the versions of memest or torch differ in two reports, else "". `before`
+    and `after` are the reports' dicts of versions by library. `what` is the subject of the
+    sentence. Example: "the stored peak is of torch 2.8; this run is of torch 2.9"."""
     names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
     old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
     new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
@@ -195,7 +196,9 @@ def differences(
 def unpaired(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], pairs: Sequence[Difference]
 ) -> list[str]:
-    """Return lines on `before` and on `after` that name the reports in none of `pairs`."""
+    """Return lines with the names of reports that were not compared, since no pair has them. One
+    line is for reports only in `before`, the first file. Another is for those only in `after`. A
+    side whose reports are all in `pairs` has no line."""
     lines = []
     files = [({d.before.name for d in pairs}, before), ({d.after.name for d in pairs}, after)]
     for ordinal, (paired, reports) in zip(("first", "second"), files, strict=True):
@@ -205,9 +208,10 @@ def unpaired(
 
 
 def markdown(report: SimulatedReport, difference: Difference | None, base: str = "") -> str:
-    """Return a comment for a pull request: the peak, and the lines that changed or hold memory.
-    `difference` is the difference from an earlier report, or None to compare nothing. `base` is the
-    branch of the earlier report, or empty if it has none."""
+    """Return a comment for a pull request, as Markdown: the report's summary and a table of bytes.
+    `difference` is the difference from an earlier report, or None. With a difference, the table has
+    the lines whose bytes at the peak changed. Without one, it has the script lines that hold memory
+    at the peak. `base` is the branch of the earlier report, or empty if it has none."""
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
     if difference is not None:
         lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]
@@ -238,9 +242,10 @@ RULES = {
 def sarif(
     pairs: Sequence[tuple[SimulatedReport, Difference | None]], folder: Path
 ) -> dict[str, Any]:
-    """Return SARIF (JSON with results of code checks) on runs out of memory and on memory that
-    grew. `pairs` are reports, each with its difference from an earlier one, or None. Paths in the
-    result are relative to `folder`, the repository."""
+    """Return SARIF, the JSON format for results of code checks, for the reports in `pairs`. Each
+    report that is out of memory is one result. Each script line that holds more memory than before
+    is one more result. A pair is (report, its difference from an earlier report); the difference
+    may be None. Paths in the result are relative to `folder`, the repository."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -383,7 +388,8 @@ def _summary(summary: Summary) -> list[str]:
 
 
 def _warnings(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
-    """Return a line per library version that differs, and per figure outside its tolerance."""
+    """Return a line per library whose version differs between prediction and measurement. Another
+    line is for each figure, such as the peak reserved, whose error exceeds its tolerance."""
     versions = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
     return [*versions, *(f"outside its tolerance: {line}" for line in summary.broken)]
 

@@ -84,7 +84,9 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Return the settings that identify a plan on the page: axes, LoRA rank, length, strategy."""
+    """Return the settings that identify a plan on the page. The first settings are those of
+    `_AXES`, in its order: model, batch, accumulation and so on. Then come the LoRA rank (None
+    without LoRA), the sequence length, and the strategy."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(get(plan) for _, get in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

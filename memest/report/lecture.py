@@ -34,8 +34,10 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Values of one colour in a chart, such as the gradients of every experiment: GiB per category.
-    `color` is a kind of memory, `between`, `more` or `less`, or empty for an invisible part."""
+    """Values of one colour in a chart of stacked bars: GiB per bar, such as the gradients of each
+    plan. `color` is a kind of memory, or another name of a part, such as `cached`. `between` is
+    memory that was freed within a phase, as in `_held`. `more` and `less` are growth and saving in
+    a waterfall chart. An empty `color` is an invisible part, on which a visible one stands."""
 
     name: str
     color: str  # a kind of memory, `between`, `more`, `less`, or empty for an invisible part
@@ -87,7 +89,10 @@ class Step:
 
     @property
     def distance(self) -> float:
-        """Sum of changes: model 30, batch or accumulation 1 per doubling, tokens 0, others 10."""
+        """Number that measures how much the settings of the two plans differ. `before` is the
+        earlier experiment with the least distance. Another model counts 30. Each doubling or
+        halving of the batch or of the accumulation counts 1. Another number of tokens counts 0, and
+        any other changed setting 10."""
         old, new = self.before.plan, self.after.plan
         kinds = sum(30 if key == "model" else 10 for key in self.changes if key not in _NUMBERS)
         counts = new.accumulate_grad_batches / old.accumulate_grad_batches
@@ -122,7 +127,8 @@ class Lecture:
         self.steps = [step for step in map(self._step, range(len(rows.rows))) if step is not None]
 
     def slides(self) -> list[Slide]:
-        """Return all slides: overview, a step's memory in frames, waterfall charts, each change."""
+        """Return all slides: an overview, five slides on one step's memory, then waterfall charts.
+        Each model has at most one waterfall chart. Last, each change in `steps` has a slide."""
         slides = [self._overview(), *self._build_up(), *self._waterfalls()]
         return slides + [self._slide_of(step) for step in self.steps]
 
@@ -252,7 +258,9 @@ class Lecture:
         )
 
     def _build_up(self) -> list[Slide]:
-        """Return five slides on a step's memory, for the first plan that fits; [] if none fits."""
+        """Return five slides with a bar chart of one step's memory; each slide adds a bar. The bars
+        are: before the forward, after the forward, after the backward, after the step, the peak.
+        The plan is the first that fits and has all of these phases; without one, return []."""
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
@@ -379,7 +387,9 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return bytes by kind of memory in row `moment`; `between` is the peak less all of these."""
+    """Return bytes by part of a bar: memory at `moment` by kind, and `between`. The kinds add up to
+    the bytes allocated at that moment. `between` is what the peak since the previous row has above
+    that sum; it was freed again."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 
@@ -403,8 +413,9 @@ def _round(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Experiment of a lecture: its plan and predicted figures. `kinds` has bytes by kind of memory
-    at the peak; `arithmetic` has their formulas. `is_cut` is True if the run ends out of memory."""
+    """Experiment of a lecture: its plan and predicted figures. `kinds` has bytes at the peak by
+    kind of memory. `arithmetic` has, by kind of memory, text with the computation of these bytes.
+    `is_cut` is True if the run ends early, out of memory; `kinds` are then those of that moment."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
@@ -432,15 +443,17 @@ class Row:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part of `needs_bytes`: kinds of memory at the peak, and the rest as `cached`."""
+        """Bytes by part of `needs_bytes`: each kind of memory at the peak, and the rest as
+        `cached`. The rest is memory that the allocator reserves beyond the tensors."""
         cached = max(0, self.needs_bytes - sum(self.kinds.values()))
         return {**self.kinds, "cached": cached}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Predicted experiments of a suite, and data of an interactive page of their plans. `limits`
-    has usable bytes by GPU; `failed` has reasons by label of plans that were not predicted."""
+    """Predicted experiments of a suite. `limits` has usable bytes by GPU name. `explorer` has the
+    data of an interactive page on the plans. `failed` is a dict of plans that could not be
+    predicted: the plan's label is the key, the reason is the value."""
 
     name: str
     rows: tuple[Row, ...]
@@ -451,7 +464,9 @@ class Rows:
 
 
 def stored_rows(path: Path) -> Rows | None:
-    """Return the stored predictions of the suite file `path`; None if missing or of other plans."""
+    """Return the stored predictions of the suite file `path`, or None. The predictions of
+    `NAME.yaml` are in `NAME.json.gz` in the same folder. Return None if there is no such file, or
+    if the suite now has other plans than those in it."""
     stored_path = path.with_suffix(".json.gz")
     if not stored_path.is_file():
         return None

@@ -52,9 +52,11 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
-    """Return the memory blocks of `step` as JSON values, for the script of a page. `sites` has each
-    place in code that makes blocks once. `columns` has the blocks' numbers as 32-bit little-endian
-    integers, compressed with zlib, in base64."""
+    """Return the memory blocks of `step` as JSON values, for the script of a page. `sites` is a
+    list, without repetition, of the places in code that make blocks. `columns` is a string of
+    packed integers. They are each block's start, stop, index of its site, and size, then the times
+    and sizes of reserved memory. The integers are 32-bit, little-endian, compressed with zlib, in
+    base64."""
     storages = recording.storages
     places: dict[tuple[Any, ...], int] = {}
     sites = []
@@ -221,7 +223,9 @@ def _held_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
-    """Return (bytes of a unit that suits `rows`, the unit's name, bytes of the largest change)."""
+    """Return (bytes of the unit, name of the unit, bytes of the largest change) for a table of
+    `rows`. The unit is GiB if a size is that large, else MiB. The largest change is the largest
+    absolute value of `added_bytes`; the page draws its bar at full length."""
     largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
     unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
     return *unit, max(abs(row.added_bytes) for row in rows)
@@ -235,7 +239,8 @@ def _facts(report: SimulatedReport) -> str:
 
 
 def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
-    """Return rows (kind of memory, share of the peak, GiB as text); `rest` has uncoloured kinds."""
+    """Return rows (kind of memory, share of the peak, GiB as text), for a coloured bar. The last
+    row, `rest`, is the sum of all kinds that have no colour of their own on the page."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
         if term.kind in parts:

@@ -252,8 +252,9 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _closed_form(report: SimulatedReport) -> list[str]:
-    """Return lines that compare the MiB which a layer saves for backward, as simulated, with a
-    textbook's formula; [] if the report has no formula."""
+    """Return lines that compare the MiB which a layer saves for its backward with a textbook's
+    formula. The MiB are the formula's, each difference from it, and the simulated ones, a mean over
+    layers. The formula is in `report.closed_form`; if that is None, return []."""
     form = report.closed_form
     if form is None:
         return []
@@ -339,8 +340,9 @@ def level_rows(report: RunReport) -> list[list[str]]:
 
 
 def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list[str]:
-    """Return a line per unknown value that the script read and memest guessed. Reads after the
-    first `limit` share a line; None is no limit."""
+    """Return a line for each guess: a value, such as a loss, that is unknown in a simulation. The
+    line has the script line that read the value, what it is, and the number of reads. Guesses after
+    the first `limit` share one line; None is no limit."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
         for guess in report.guesses[:limit]
@@ -372,7 +374,9 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
-    """Return lines: notes, assumptions (one unless `verbose`), modelled operators, versions."""
+    """Return the last lines of a report: notes, assumptions, and operators without a workspace
+    model. Failed operators, library versions and the elapsed time follow. Unless `verbose`, only
+    the first assumption is shown, with the number of the other ones."""
     lines = [f"note: {line}" for line in report.notes]
     lines += [f"assumed: {line}" for line in report.assumptions[: None if verbose else 1]]
     if not verbose and len(report.assumptions) > 1:
@@ -387,8 +391,9 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 
 
 def covered(coverage: Mapping[str, Any]) -> list[str]:
-    """Return lines on `coverage`, a value of a report: the number of modelled operator calls, then
-    each operator whose workspace is not modelled."""
+    """Return lines on the number of operator calls whose workspace memest simulates (modelled
+    calls). `coverage` is the field of a report: `num_ops` calls, of which `num_modelled` are
+    modelled. Each operator in `unmodelled` has a line with its number of calls."""
     num_modelled, num_calls = coverage["num_modelled"], coverage["num_ops"]
     return [
         f"coverage: {num_modelled} of {num_calls} operator calls modelled",
@@ -417,8 +422,10 @@ def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) 
 
 
 def fold(text: str, width: int) -> str:
-    """Return `text` with each line folded between words to at most `width` characters. A folded
-    line continues below the start of its last column. Lines with commands stay whole."""
+    """Return `text` with each line folded between words to at most `width` characters. The folded
+    part begins below the last column that starts in the left 60 % of `width`, else after 2 spaces.
+    Two or more spaces separate columns. A line with a command, such as "more: memest advise", stays
+    whole."""
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
 
@@ -437,7 +444,9 @@ def _folded_line(line: str, width: int) -> str:
 
 
 def evidence(gpu: Gpu) -> str:
-    """Return the origin of a GPU's figures: `measured` with memest, or public `sources`."""
+    """Return a word for the origin of a GPU's figures: "measured" (by memest) or "sources"
+    (public). It is "sources, context of the H200" if the CUDA context is taken to be that of the
+    H200."""
     if "not measured on this GPU" in gpu.source:
         return "sources, context of the H200"
     is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source

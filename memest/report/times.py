@@ -47,8 +47,9 @@ def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
 def read_prices(given: str | None) -> dict[str, float]:
     """Return the price of one GPU for an hour, by GPU name; `""` stands for every other GPU.
 
-    `given` is a number as text, a path, or None: no prices. The path is that of a YAML or JSON
-    file, or of a folder with price lists that the package gpuhunt wrote.
+    `given` is a number as text, a path, or None. A number is the price of every GPU. None is no
+    prices. The path is that of a YAML or JSON file with lines such as `h100-80gb: 2.10`. It may
+    also be a folder with price lists that the package gpuhunt wrote.
 
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
