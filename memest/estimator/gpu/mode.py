@@ -89,12 +89,10 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _make_on_meta(func: Any, args: Args, kwargs: Any) -> Any:
-    """Call the tensor factory `func` with device `meta`, and return the new tensor.
-
-    C++ makes such tensors inside composite operators. The tensor is neither on the GPU nor on the
-    host until an operator on the GPU uses it. Then `CudaSimMode._adopt` puts the tensor on the GPU.
-    A tensor made from a number gets the attribute `number`.
-    """
+    """Call the tensor factory `func` with device `meta`, and return the new tensor. C++ makes such
+    tensors inside composite operators. The tensor is neither on the GPU nor on the host until an
+    operator on the GPU uses it. Then `CudaSimMode._adopt` puts the tensor on the GPU. A tensor made
+    from a number gets the attribute `number`."""
     result = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         result.number = args[0]
@@ -103,10 +101,8 @@ def _make_on_meta(func: Any, args: Args, kwargs: Any) -> Any:
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data.
-
     `guesses` is an object that returns a guess where the script reads an unknown value. `lines` is
-    an object that returns the running line of the script, such as `train.py:12`.
-    """
+    an object that returns the running line of the script, such as `train.py:12`."""
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -233,11 +229,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, args, kwargs)
 
     def _decomposed(self, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run the operator `func` as the operators into which it is decomposed.
-
-        `key` is a dispatch key or a function. For a dispatch key, run the kernel of `func` for that
-        key. A function is called in place of `func`, with the same arguments.
-        """
+        """Run the operator `func` as the operators into which it is decomposed. `key` is a dispatch
+        key or a function. For a dispatch key, run the kernel of `func` for that key. A function is
+        called in place of `func`, with the same arguments."""
         result = run_decomposed(self, key, func, args, kwargs)
         if func.namespace == "bitsandbytes":
             self.work.call_library(func, args, kwargs, result)
@@ -297,11 +291,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, and return the GPU tensor.
-
-        New GPU memory is labelled PARAMS if the host tensor is an `nn.Parameter`, else BATCH.
-        `adopts` is passed to `run_on_gpu`.
-        """
+        """Copy a host tensor to the GPU, and return the GPU tensor. New GPU memory is labelled
+        PARAMS if the host tensor is an `nn.Parameter`, else BATCH. `adopts` is passed to
+        `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -325,11 +317,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Copy a GPU tensor to the host, and return the host tensor.
-
-        The host tensor gets the values of the GPU tensor if they are known or guessed. The function
-        `copied` of ops/copies.py makes the host tensor; its docstring has the other cases.
-        """
+        """Copy a GPU tensor to the host, and return the host tensor. The host tensor gets the
+        values of the GPU tensor if they are known or guessed. The function `copied` of
+        ops/copies.py makes the host tensor; its docstring has the other cases."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})

@@ -58,11 +58,9 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
                 self.run()
 
     def of_process(value: Any, method: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace `method`, the original `join`, `is_alive`, `close` or `exitcode` of a process.
-
-        If the process `self` is a rank, return `value`. It is the result of `method` after the end
-        of a process, such as 0 for `exitcode`. For any other process, call `method`.
-        """
+        """Replace `method`, the original `join`, `is_alive`, `close` or `exitcode` of a process. If
+        the process `self` is a rank, return `value`. It is the result of `method` after the end of
+        a process, such as 0 for `exitcode`. For any other process, call `method`."""
         return value if self in ranks else method(self, *args, **kwargs)
 
     for name, value in (("join", None), ("is_alive", False), ("close", None)):

@@ -145,15 +145,11 @@ class Timeline:
         self.host_time = self.host_time[0] + fast_us, self.host_time[1] + slow_us
 
     def launch(self, func: Any, recipe: Any) -> None:
-        """Launch the kernels of one call of `func` on the current stream.
-
-        The first launch of `func` loads kernels. The host then waits for all streams ("Lazy
-        Loading", CUDA Programming Guide 13; measured on pipelines of four H200s).
-
-        `recipe` is the `Recipe` of the call (gpu/kernel_calls.py). Its field `work` is the index of
-        the call's kernels in `log.works`, or -1 for a call without a kernel. `recipe` is None for a
-        read of a value.
-        """
+        """Launch the kernels of one call of `func` on the current stream. The first launch of
+        `func` loads kernels. The host then waits for all streams ("Lazy Loading", CUDA Programming
+        Guide 13; measured on pipelines of four H200s). `recipe` is the `Recipe` of the call
+        (gpu/kernel_calls.py). Its field `work` is the index of the call's kernels in `log.works`,
+        or -1 for a call without a kernel. `recipe` is None for a read of a value."""
         if func not in self._loaded:
             self._loaded.add(func)
             self.advance_host(LOAD_US, 0.0)
@@ -250,12 +246,10 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Return the stream of the backward `node`: the stream on which its forward ran.
-
-        The `AccumulateGrad` node of a parameter has no forward. Its stream is looked up by the
+        """Return the stream of the backward `node`: the stream on which its forward ran. The
+        `AccumulateGrad` node of a parameter has no forward. Its stream is looked up by the
         parameter in `leaf_streams`, which the simulation of FSDP fills. A parameter that is not
-        found has the current stream.
-        """
+        found has the current stream."""
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)

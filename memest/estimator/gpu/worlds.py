@@ -108,11 +108,9 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, key: object, ranks: Collection[int]) -> None:
-        """Wait until other ranks have called `arrive` with the same `key`.
-
-        Wait only for those of `ranks` that are simulated at the same time as this rank. Do not wait
-        for a rank that has ended.
-        """
+        """Wait until other ranks have called `arrive` with the same `key`. Wait only for those of
+        `ranks` that are simulated at the same time as this rank. Do not wait for a rank that has
+        ended."""
         if self._companions:
             self.post((key, self._own), None)
         for peer in self._companions.intersection(ranks):
@@ -125,12 +123,10 @@ class Mailbox:
         return ranks - {self._own} if self._own in ranks else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Return whether rank `source` posts the message file `path`.
-
-        Wait for the file if `source` is simulated at the same time. Return False if `source` has
-        ended without posting the file. Also return False in a deadlock: `source` itself is waiting
-        for a message that was not posted.
-        """
+        """Return whether rank `source` posts the message file `path`. Wait for the file if `source`
+        is simulated at the same time. Return False if `source` has ended without posting the file.
+        Also return False in a deadlock: `source` itself is waiting for a message that was not
+        posted."""
         if path.exists() or source not in self._companions:
             return path.exists()
         wait_file, peer_wait_file = self._path("waits", self._own), self._path("waits", source)

@@ -152,12 +152,10 @@ class Gpu:
         return memory + CONTEXT_RANGE_BYTES
 
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
-        """Return how many of `limit_bytes` can be missing on a real GPU of this model.
-
-        The argument `limit_bytes` is the limit of a simulation, which the user can choose. The
-        least usable memory is the property `limit_bytes`, minus `spread_bytes` for other drivers,
-        minus `beside_bytes` for libraries. Return 0 if the least usable memory covers the limit.
-        """
+        """Return how many of `limit_bytes` can be missing on a real GPU of this model. The argument
+        `limit_bytes` is the limit of a simulation, which the user can choose. The least usable
+        memory is the property `limit_bytes`, minus `spread_bytes` for other drivers, minus
+        `beside_bytes` for libraries. Return 0 if the least usable memory covers the limit."""
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
 

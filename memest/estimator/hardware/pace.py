@@ -137,12 +137,10 @@ class Clocks:
         host_share: float = 1.0,
     ) -> list[tuple[float, float]]:
         """Return (seconds, extra seconds) of each step. The extra seconds are time of the host for
-        first calls with new sizes; the seconds include them.
-
-        `steps` has the `WorkLog` events of each step, `num_known` the number of works that occurred
-        before it. Kernels take `kernel_share` times their time (a number, or an array by work), and
-        the host `host_share` times its own. The host waits for the GPU at the end of a step.
-        """
+        first calls with new sizes; the seconds include them. `steps` has the `WorkLog` events of
+        each step, `num_known` the number of works that occurred before it. Kernels take
+        `kernel_share` times their time (a number, or an array by work), and the host `host_share`
+        times its own. The host waits for the GPU at the end of a step."""
         hosts = [host_share * s for s in self._hosts]
         busy = kernel_share * self.kernels
         on_gpu = np.where(busy, busy + PAUSE_S, 0.0).repeat(NUM_HOSTS).tolist()
@@ -228,13 +226,11 @@ class Table:
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return the seconds of a kernel with this `work` on this GPU.
-
-        `efficiency` is the share of the peak rates that the kernel reached on the measured GPU. The
-        kernel is assumed to reach the same share here. If both GPUs have the same peak rates of
-        operations, only the part of the measured time that bytes take is scaled. It is scaled by
-        the ratio of the memory bandwidths.
-        """
+        """Return the seconds of a kernel with this `work` on this GPU. `efficiency` is the share of
+        the peak rates that the kernel reached on the measured GPU. The kernel is assumed to reach
+        the same share here. If both GPUs have the same peak rates of operations, only the part of
+        the measured time that bytes take is scaled. It is scaled by the ratio of the memory
+        bandwidths."""
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)

@@ -185,12 +185,10 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
 
 
 def _order(shape: Strides, source: Strides, target: Strides) -> tuple[Any, ...]:
-    """Return (kind, *sizes) of a copy of a tensor of `shape` from strides `source` to `target`.
-
-    The innermost dimension is the one with stride 1. If it is the same in source and target, the
-    result is (`permute`, number of elements that are contiguous in both). Otherwise the result is
-    (`transpose`, length of the source's innermost dimension, length of the target's).
-    """
+    """Return (kind, *sizes) of a copy of a tensor of `shape` from strides `source` to `target`. The
+    innermost dimension is the one with stride 1. If it is the same in source and target, the result
+    is (`permute`, number of elements that are contiguous in both). Otherwise the result is
+    (`transpose`, length of the source's innermost dimension, length of the target's)."""
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
         for steps in (source, target)
@@ -320,13 +318,10 @@ PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels
 
 
 def _products(size: Sizes, rate: str, itemsize: int, data: bool, weights: bool) -> list[Work]:
-    """Return the matrix products that equal a 1x1 convolution in channels-last.
-
-    `size` is (output positions, input positions, output channels, input channels, 1), as in
-    `_convolution`. `rate` is the key of a peak rate, `itemsize` the bytes of an element. In a
-    backward, `data` is True for the input's gradient and `weights` for the weight's. In a forward
-    both are False.
-    """
+    """Return the matrix products that equal a 1x1 convolution in channels-last. `size` is (output
+    positions, input positions, output channels, input channels, 1), as in `_convolution`. `rate` is
+    the key of a peak rate, `itemsize` the bytes of an element. In a backward, `data` is True for
+    the input's gradient and `weights` for the weight's. In a forward both are False."""
     rows, _, c_out, c_in, _ = size
     shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights or [(rows, c_out, c_in)]
     kind = "matmul" + "-odd" * (itemsize == 2 and bool(c_out % 8 or c_in % 8))
@@ -439,12 +434,10 @@ class WorkLog:
         self._index: dict[Work, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
-        """Add the kernels of one call of the operator `func` to the log.
-
-        `recipe` is the `Recipe` of the call (gpu/kernel_calls.py). Calls with the same shapes can
-        share it. Its field `work` caches the index of the kernels in `works`: None before the first
-        call, and -1 if the call has no kernel.
-        """
+        """Add the kernels of one call of the operator `func` to the log. `recipe` is the `Recipe`
+        of the call (gpu/kernel_calls.py). Calls with the same shapes can share it. Its field `work`
+        caches the index of the kernels in `works`: None before the first call, and -1 if the call
+        has no kernel."""
         if recipe.work is None:
             recipe.work = self._index_of(work_of(func, args, kwargs, out))
         if recipe.work >= 0:
@@ -498,13 +491,11 @@ class WorkLog:
     def stepped(
         self, optimizer: int = 0, num_params: int = 0, *, has_backward: bool = True
     ) -> None:
-        """Record a step of the optimizer whose `id()` is `optimizer` (0: a loop without one). If it
-        has already stepped in this training step, another training step begins.
-
+        """Record a step of the optimizer whose `id()` is `optimizer` (0: a loop without one). If
+        this optimizer has already stepped in the training step, another training step begins.
         `num_params` counts the parameters with gradients. `has_backward` is False if no backward
         ran since the last optimizer step. Then no other training step begins, because DeepSpeed
-        steps once for each group of parameters.
-        """
+        steps once for each group of parameters."""
         self.run_python(STEP, num_params)
         if not self.steps or (optimizer in self._stepped and has_backward):
             self.steps.append(array("q"))

@@ -36,7 +36,10 @@ def _note_call(*args: Any) -> int:
 
 
 class KernelLibrary:
-    """Stub of `libbitsandbytes_cuda*` without kernels; `load` opens the CPU library in `folder`."""
+    """Stub of bitsandbytes' CUDA library `libbitsandbytes_cuda*`, without kernels. A call of one of
+    its functions is recorded, and does nothing. Functions with `_cpu` in their names are the real
+    ones of bitsandbytes' CPU library in `folder`. `load` is a function that opens a library by its
+    path, such as `ctypes.cdll.LoadLibrary`."""
 
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load

@@ -59,11 +59,11 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
             )
         tuning = str(options.get("mode"))
         if "max-autotune" in tuning:
-            _note_once(mode.guesses.warn, mode, TUNED)
+            _note_unless_importing(mode.guesses.warn, mode, TUNED)
             options["mode"] = "reduce-overhead" if tuning == "max-autotune" else None  # CUDA graphs
         settings = dict(options.get("options") or {})
         if any([settings.pop(name, False) for name in TUNING]):  # a list: removes all
-            _note_once(mode.guesses.warn, mode, TUNED)
+            _note_unless_importing(mode.guesses.warn, mode, TUNED)
             options["options"] = settings
         with warnings.catch_warnings(action="ignore"):  # of modules that the compiler imports
             compiled = compile_(model, **options)
@@ -82,8 +82,10 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
     inductor.install(patches, mode, hooks)
 
 
-def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
-    """Call `note(text)`, unless a library that is being imported made the call to report."""
+def _note_unless_importing(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
+    """Call `note(text)`, which reports the running call of `torch.compile` or `torch.jit`. Report
+    nothing if a library makes that call while it is being imported. `mode` finds the stack frame of
+    the script, from which the library is imported."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
@@ -95,7 +97,7 @@ def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> Non
 
 def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def as_written(obj: Any) -> Any:
-        _note_once(mode.notes.add, mode, SCRIPTED)
+        _note_unless_importing(mode.notes.add, mode, SCRIPTED)
         if isinstance(obj, nn.Module):
             obj.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
         return obj
@@ -137,9 +139,10 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` with `inputs` (a tuple, or a dict by name) once, and with `checks` four times
-    more. The check keeps the outputs of its last three calls until it ends. If `func` is a module,
-    it also keeps its first copy of the inputs (torch/jit/_trace.py, 2.11)."""
+    """Call `func` with `inputs` as often as `torch.jit.trace` calls it. `inputs` is a tuple, or a
+    dict by name. `func` is called once, and with `checks` four times more on copies of the inputs.
+    The outputs of the last three calls are kept until the last one ends. If `func` is a module, so
+    is the first copy of the inputs (torch/jit/_trace.py, 2.11)."""
 
     clone: Any = _trace._clone_inputs
 

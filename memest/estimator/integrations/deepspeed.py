@@ -47,8 +47,10 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Return DeepSpeed's wrapper of tensor factories, `wrap`, limited to the script's own calls.
-    Calls within an operator, by memest or C++, run the factory that was wrapped."""
+    """Return a variant of `wrap`, DeepSpeed's function that wraps a tensor factory. A tensor
+    factory (`Maker`) is a function such as `torch.zeros`. The variant also wraps one. If the
+    script calls the wrapped factory, DeepSpeed's wrapper runs. If memest or C++ calls it within an
+    operator, the original factory runs."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)

@@ -54,7 +54,10 @@ def _after(module: ModuleType) -> None:
 
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Guess unknown labels of a detector's sampler: as many positives as the sampler can select."""
+    """Guess unknown labels of boxes for a detector's `BalancedPositiveNegativeSampler`. `module` is
+    `torchvision.models.detection._utils`, which has the sampler. The sampler selects boxes of each
+    image by their labels: 1 for a positive box, 0 for a negative one. Where labels are unknown, as
+    many boxes are positive as the sampler can select, and all others negative."""
 
     @patches.wrap(module.BalancedPositiveNegativeSampler, "__call__")
     def sample_guessed(sample: Any, self: Any, matched_idxs: list[Tensor]) -> Any:
@@ -67,7 +70,9 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
 
 
 def _nms(next_kernel: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Run the operators of `nms_kernel`; return all indices by score, as if no boxes overlapped."""
+    """Run the operators of `nms_kernel`; return the indices of all boxes, highest score first. The
+    result is that for boxes that do not overlap, so `iou_threshold` has no effect. The kernel
+    `next_kernel` is not called."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
     count = boxes.shape[0]

@@ -273,7 +273,8 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(StubFinder):
-    """Import finder of the vLLM stub, for the script and TRL; with vLLM installed, for all."""
+    """Import finder of the vLLM stub. If vLLM is installed or imported, all importers get the stub.
+    Otherwise only the script and TRL get it."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
@@ -290,8 +291,9 @@ class Finder(StubFinder):
         }
 
     def serves(self, fullname: str) -> bool:
-        """Return whether `fullname` is vLLM or a module of it, and its importer gets the stub.
-        Without an installed or imported vLLM, only the script and TRL get it."""
+        """Return whether an import of the module `fullname` gets a stub. Only `vllm` and its
+        submodules have stubs. If vLLM is installed or already imported, each importer gets the
+        stub. Otherwise only the script and TRL get the stub."""
         if fullname.partition(".")[0] != "vllm":
             return False
         if self._is_installed or "vllm" in sys.modules:

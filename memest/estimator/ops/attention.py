@@ -183,11 +183,15 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
-    """Return whether `call` passes the checks that all fused kernels share; `backend` accepts
-    `dtypes`. The checks are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
+    """Return whether `call` passes the checks that all fused kernels share. `dtypes` are the dtypes
+    that `backend` supports.
+
+    The checks are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
     `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
-    `check_batch_size_and_num_heads_dense` and the check of grouped heads. The efficient kernel
-    accepts neither grouped heads nor a last stride other than 1 in heads of width 1."""
+    `check_batch_size_and_num_heads_dense` and the check of grouped heads. Heads of width 1 may have
+    a last stride other than 1, and heads may be grouped (`enable_gqa`). The efficient kernel
+    accepts neither of the two.
+    """
     tensors = query, key, value = call.query, call.key, call.value
     is_efficient = backend == SDPBackend.EFFICIENT_ATTENTION
     if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.size(2), key.size(2)):
@@ -497,12 +501,11 @@ def efficient_forward(c: KernelCall) -> Events:
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(c: KernelCall) -> Events:
-    """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace.
-
-    A bias gradient has rows padded to 16. The row sums are those of grad_out * out. Kernels of half
-    precision compute them. For a float32 kernel, torch computes them before, by a product, a sum
-    and a transposed copy.
-    """
+    """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace. A bias
+    gradient has rows padded to 16. The row sums are sums of grad_out * out over the head width.
+    They are allocated in each case. Most kernels of half precision compute the row sums themselves.
+    In all other cases torch computes them before the kernel runs, by a product, a sum and a
+    transposed copy (`_row_sums`)."""
     shape, bias = _Shape.of(c), c.attn_bias
     is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
     queries, keys, is_staged = _efficient_tile(c.query.dtype, width, c.dropout_p > 0, c.gpu)
@@ -573,10 +576,9 @@ def _efficient_tile(
 
 
 def cudnn_output(args: Args, out: Any) -> Any:
-    """Return the results `out`; the first has the strides of the query `args[0]`, if of its shape.
-
-    CUDA's kernel returns these strides (`alloc_with_matching_layout`), torch 2.6 on meta does not.
-    """
+    """Return `out`, the results of attention, with the strides that CUDA's kernel gives the first.
+    The strides are those of the query `args[0]` (`alloc_with_matching_layout`). The meta kernel of
+    torch 2.6 has others. If query and first result differ in shape, `out` is returned unchanged."""
     query, (first, *rest) = args[0], out
     is_alike = query.shape == first.shape
     return (strided(first, torch.empty_like(query).stride()), *rest) if is_alike else out
@@ -626,8 +628,8 @@ def cudnn_backward(c: KernelCall) -> Events:
 
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
-    """Allocations of `_safe_softmax` (attention.cpp): result, bools per element and per row,
-    zero."""
+    """Allocations of `_safe_softmax` (attention.cpp): result, two bool masks, and a 0-d zero. The
+    first mask has an element for each element of the result, the second for each row."""
     rows = c.out.numel() // max(1, c.out.size(c.dim))
     return c.outputs() + passing(c.out.numel(), rows, c.out.itemsize)
 
@@ -672,12 +674,10 @@ def _copies(*tensors: Tensor) -> list[int]:
 
 @registry.requests(FORWARD)
 def forward(c: KernelCall) -> Events:
-    """Allocations of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
-
+    """Allocations of flash-attn's forward: output, logsumexp, split accumulators, 16 B RNG state.
     The logsumexp has 4 * B * H * L bytes, or 4 * H * N for N packed tokens. Keys are split as in
     torch (`_split_accumulators`), except with dropout. Packed sequences (`cu_seqlens`) are split
-    only for a single query token with grouped heads (`seqlenq_ngroups_swapped`).
-    """
+    only for a single query token with grouped heads (`seqlenq_ngroups_swapped`)."""
     L, (H, E), K = c.max_queries, c.query.shape[-2:], c.key.shape[-2]
     is_swapped = L == 1 and H > K and not c.is_windowed and c.dropout_p == 0
     accumulators: list[int] = []
@@ -694,12 +694,14 @@ def forward(c: KernelCall) -> Events:
 def backward(c: KernelCall) -> Events:
     """Allocations of flash-attn's backward: copies, gradients, and these buffers.
 
-    With L' = L rounded up to 128 for each of B rows, or N + 128 * B in all, and E' = E rounded up
-    to 32 (to 64 above 128):
-
         4 * L' * H                    row sums, a result that the caller drops
-        4 * L' * H * E' * splits      splits: 1, or if deterministic, ceil(SMs / (B * H))
-        2 * itemsize * S * H * E      where K < H, then each is summed over its group
+        4 * L' * H * E' * splits      float32 gradient of the query
+        2 * itemsize * S' * H * E     only if K < H: gradients of key and value per query head
+
+    L' is the number of query tokens in the batch, with each sequence rounded up to 128. For packed
+    sequences, it is N + 128 * B. S' is the number of key tokens in the batch. E' is E rounded up to
+    32, or to 64 above 128. `splits` is 1, or ceil(SMs / (B * H)) for a deterministic backward. The
+    gradients per query head are then summed over each group of heads.
     """
     H, E = c.query.shape[-2:]
     B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1

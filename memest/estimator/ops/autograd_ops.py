@@ -134,7 +134,9 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Make torch's decisions before autograd those for tensors on `gpu`, within the block."""
+    """Make torch decide as for CUDA tensors on `gpu` within the block. The decisions are the casts
+    of autocast, and which operators run for dropout and attention. torch takes them before
+    autograd. Kernels on the dispatch key `AutocastIPU` replace torch's code."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -237,9 +239,11 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Return `args`, with host tensors stripped of their data if one of them has none. C++ compares
-    the devices of all tensors before it decomposes `op`. Integer tensors, which are lengths, keep
-    their data except in `take_along_dim`."""
+    """Return `args` with all host tensors on device `meta`, if one of them is already there. A host
+    tensor without data is on `meta`. C++ compares the devices of all tensors before it decomposes
+    `op`, and refuses a mix of `cpu` and `meta`. So a tensor with data is replaced by one without
+    data. Integer tensors, which are lengths, keep their data except in `take_along_dim`. In `istft`
+    only the window is replaced."""
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
     if first is None:
         return args
@@ -377,11 +381,11 @@ _EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunc
 
 
 def decomposition_key(func: Any) -> Any:
-    """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel.
-
-    torch's dispatcher stores the file in which each kernel was registered, Python or C++. With
-    torch 2.6 and 2.8 the file of each Python kernel is `/dev/null`; with 2.10 it is the true file.
-    """
+    """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel. A
+    function is returned for operators of `prims`, and for those with a rule `Op.composed`. For all
+    other operators the result is a key or None. An operator of another library is decomposed if it
+    has a kernel in Python. torch's dispatcher stores the file in which a kernel was registered. The
+    file of a Python kernel ends with `.py`; torch 2.6 and 2.8 store `/dev/null` instead."""
     name = func.name()
     if func.namespace == "prims":
         return getattr(func, "impl_aten", None)  # the function that CUDA runs

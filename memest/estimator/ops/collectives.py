@@ -129,9 +129,10 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 
 
 def _send_or_receive(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
-    """Run `send` or `recv_` of one tensor, if `name` is that; another name does nothing. The other
-    rank is simulated at the same time. A receive of integers blocks until the message arrives,
-    since a script may read them. A message of a rank to itself does not block."""
+    """Run the operator `name`: `send` or `recv_`. `recv_any_source_` does nothing. Request that the
+    other rank is simulated at the same time as this rank. A receive of integers waits for the
+    message, since a script may read integers. All other operators do not wait here. A message of a
+    rank to itself needs no other rank, and does not wait."""
     if name == "recv_any_source_":
         return  # the source is not known
     group = _group(args)
@@ -169,8 +170,10 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
 
 
 def _fill_flat(mode: SimMode, output: Tensor, source: Tensor, factor: int) -> None:
-    """Set the value of `output` of a flat collective: for a gather `source` repeated, for a
-    reduce-scatter the first part of `source` times `factor`."""
+    """Set the value of `output`, the flat tensor of a gather or of a reduce-scatter. It is a gather
+    if `output` has at least as many elements as `source`. A gather repeats `source` until `output`
+    is full. A reduce-scatter multiplies the first elements of `source` by `factor`. `factor` is the
+    number of ranks for a sum, and 1 for any other reduction."""
 
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()

@@ -129,12 +129,15 @@ def answers_of(installed: Library, gpu: str) -> "Answers":
 
 @lru_cache(maxsize=4096)
 def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[int, ...]:
-    """Return workspace sizes that `cudnn.benchmark` tries at a first call: at most the two largest.
+    """Return workspace sizes that `cudnn.benchmark` tries at a first call, the largest first.
 
     `direction` is `forward`, `input` or `weight`. `get_plans_from_find` of Conv_v8.cpp (torch 2.11)
     allocates the largest workspace of all plans that fits the GPU, and times the plans in it. Then
     it frees the workspace and empties the cache. Later calls run the fastest plan, which is assumed
     to be the first one.
+
+    At most two sizes are returned. The second one is tried if the first one does not fit. Without
+    an installed cuDNN, only one estimated size is returned.
     """
     installed = installed_for(gpu)
     if installed is None:
@@ -282,7 +285,11 @@ def _is_without_cudnn(shapes: ConvolutionShapes) -> bool:
 
 
 def _is_by_cudnn(shapes: ConvolutionShapes, gpu: Gpu) -> bool:
-    """Return whether cuDNN runs `shapes` with a known workspace; `RuntimeError` if none can."""
+    """Return whether cuDNN runs a convolution of `shapes` on `gpu`, with a known workspace size.
+
+    Raises:
+        RuntimeError: the dtype is bfloat16, and cuDNN has no kernel for it on `gpu`.
+    """
     if _is_without_cudnn(shapes):
         return False
     is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16
@@ -424,8 +431,12 @@ def convolution_backward(c: KernelCall) -> Events:
 
     Input and incoming gradient are copied if they have another memory format (Convolution.cpp). The
     copies are freed after both gradients are computed. A copied 1-d input stays until the function
-    returns. `cudnn_convolution_backward` of ConvShared.cpp copies an incoming gradient with gaps
-    for each result, and the weight for the input's gradient.
+    returns.
+
+    An incoming gradient of the right memory format can still be non-contiguous, such as a slice.
+    `cudnn_convolution_backward` of ConvShared.cpp then copies it twice, once for the gradient of
+    the input and once for that of the weight. For the input's gradient, it also copies a weight
+    that is not contiguous in the memory format.
     """
     grad, tensor, weight, mask = c.grad_output, c.input, c.weight, c.output_mask
     shapes = _shapes_of(c, grad)
@@ -485,10 +496,9 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(next_kernel: Next, *args: Any) -> Any:
     """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.
-
     `_convolution_double_backward` of native/Convolution.cpp calls `contiguous()` if `is_cuda()`.
-    Left out: copies of first factors, which the convolution makes later.
-    """
+    Left out: C++ does so for some inputs of these convolutions too. Here the convolution itself
+    copies its input, which is later."""
     with setting(INSIDE, "double_backward", True):
         return next_kernel(*args)
 

@@ -33,7 +33,10 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return a call (func, args), with a number for a 0-d host tensor if `func` reads one."""
+    """Return the call (`func`, `args`) with a number in place of a 0-d host tensor. That holds for
+    `masked_fill` and `masked_fill_`, which read a number from the host tensor. The returned
+    operator is their overload for numbers, such as `masked_fill.Scalar`. Any other call is returned
+    unchanged."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
@@ -154,9 +157,12 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
-    They are address, size and first block of each split, and the split of each block. If blocks
-    would fill more than two waves of the GPU, each of them copies f times as much. It then copies
-    about sqrt(f) times the rows of a split, and sqrt(f) times the bytes per thread.
+    They are address, size and first block of each split, and the split of each block. `blocks` is
+    the number of thread blocks that copy one row of all splits. A row is one index of the
+    dimensions before the split dimension. A block copies 2048 bytes of a split.
+
+    The blocks of all rows can exceed two waves of the GPU by a factor f. Then a block copies about
+    sqrt(f) rows, and about sqrt(f) times the bytes of each row.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
@@ -238,7 +244,14 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
     """Return the bytes of the GPU temporary of a copy of `source` to `target`; 0 without one.
 
-    A copy that `is_waited_for` casts on the host, others on the GPU. The GPU converts strides.
+    `is_waited_for` is False for a `non_blocking` copy. The first case that holds counts:
+
+        no cast, equal dense strides      no temporary
+        cast, not `is_waited_for`         elements of the dtype of `source`; the GPU casts them
+        `target` is contiguous            no temporary
+        `target` has any other strides    contiguous elements; the GPU copies them to `target`
+
+    A copy that `is_waited_for` casts on the host, and needs no temporary for the cast.
     """
     is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:

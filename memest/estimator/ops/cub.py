@@ -148,8 +148,7 @@ def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
     """Bytes of `DeviceReduce::Sum` to int32 (dispatch_reduce.cuh): a partial sum for each block.
-
-    A block has 256 threads with 16 values each. One block needs no storage. Otherwise there are
-    five times the blocks that run at once with the GPU's `num_threads` (`subscription_factor`).
-    """
+    `num_threads` is the number of threads that the whole GPU runs at once. A block has 256 threads
+    with 16 values each. One block needs no storage. Otherwise there are five times as many partial
+    sums as blocks that run at once (`subscription_factor`)."""
     return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

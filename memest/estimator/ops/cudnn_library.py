@@ -102,7 +102,9 @@ class CudnnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Restrictions on the kernels that cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp."""
+    """Restrictions on the kernels that cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp.
+    `are_deterministic` excludes kernels that are not deterministic. `are_without_tf32` excludes
+    kernels on tensor cores, which compute float32 in TF32."""
 
     are_deterministic: bool = False  # deterministic algorithms are requested
     are_without_tf32: bool = False  # float32, and the script does not allow TF32
@@ -193,8 +195,9 @@ class Library:
         return device_properties(gpu.chip) is not None
 
     def is_measured(self, gpu: gpus.Gpu) -> bool:
-        """Return whether plans for `gpu` are reliable. They are before Hopper, and from Hopper on
-        if cluster figures are known and this cuDNN was compared with a GPU."""
+        """Return whether the plans that cuDNN lists for `gpu` are reliable. They are reliable for
+        all GPUs older than Hopper. For Hopper and newer GPUs, the cluster figures of `gpu` must be
+        known. Also, plans of this release of cuDNN must have been compared with those on a GPU."""
         properties = device_properties(gpu.chip)
         has_clusters = properties is not None and bool(properties[1])
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
@@ -249,10 +252,12 @@ class Library:
     def _write_clusters(self, descriptor: Any, text: str, clusters: Sequence[int]) -> None:
         """Write the figures `clusters` into `descriptor`, cuDNN's descriptor of device properties.
 
-        Numbers of the JSON `text` mark the place to write to; without a match nothing is written.
+        The memory of `descriptor` is searched for a sequence of numbers. It consists of compute
+        capability and driver version of the JSON `text`, and the numbers of one of `LAYOUTS`. The
+        figures replace the last numbers of the sequence. If it is not found, nothing is written.
 
         Raises:
-            CudnnError: a measured release of cuDNN has another memory layout.
+            CudnnError: the sequence is not found, and this release of cuDNN is a measured one.
         """
         properties = json.loads(text)
         values = struct.pack(f"{CLUSTER_INTS}i", *clusters)

@@ -173,8 +173,10 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(_ops, "resolve_key")
     def key_of(resolve: Any, op: Any, key: Any) -> Any:
-        """Return the dispatch key whose kernel of `op` runs for `key`. An operator that C++
-        decomposes, without a meta kernel, is decomposed; else `resolve`, torch's own, decides."""
+        """Return the dispatch key of the kernel of `op` that runs for the dispatch key `key`.
+        The function `resolve`, torch's own, decides in all cases but one. In that case, `key` is
+        AutogradMeta, C++ decomposes `op`, and `op` has no meta kernel. Then return
+        CompositeImplicitAutograd, the key of the decomposition."""
         if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
             name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
             if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
@@ -244,8 +246,10 @@ def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Return the function that Inductor compiles from an FX `graph`, or if it fails the graph's
-    own. `inputs` and `options` are those of `compile_fx_inner`."""
+    """Return the function that Inductor compiles from an FX `graph`. `inputs` and `options` are
+    arguments of `compile_fx_inner`. A backward can be compiled when it first runs. If Inductor
+    fails then, warn, and return the uncompiled function `graph.forward`. If Inductor fails while a
+    frame is being compiled (`INSIDE.compiles`), raise its error."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 
@@ -272,8 +276,10 @@ class _Name(str):
 
 
 def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
-    """Return a decorator of `graph`'s compiled function, which stores integer and boolean results
-    in `values`. They are computed from known inputs, since later shapes can depend on them."""
+    """Return a decorator for the function that was compiled from the FX `graph`. The decorated
+    function calls the compiled one. Then it stores the values of integer and boolean results in
+    `values`, since later shapes can depend on these values. They are computed on the CPU by the
+    nodes of `graph`, if the values of the inputs are known."""
     from torch.fx.node import map_arg
 
     def named(value: Any) -> Any:

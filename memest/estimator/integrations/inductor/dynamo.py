@@ -91,7 +91,8 @@ def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Compile frames as on a GPU; run those that fail only on the virtual GPU eagerly, and warn."""
+    """Make Dynamo compile frames as on a GPU. The compilation of a frame can fail here although it
+    would not fail on a real GPU. Such a frame runs eagerly, and a warning reports it."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
