@@ -44,8 +44,11 @@ def closed_form(
     of two layer norms. The attention matrix is softmax output 2, dropout mask 1 and dropout output
     2. With recomputation of whole layers it saves their inputs, 2 * s * b * h.
 
-    `differences` of the result follow from the model's config; the last is the rest. Shapes:
-    s tokens, b samples, h model width, a heads, k key heads, f MLP width.
+    Letters: s tokens, b samples, h model width, a heads, k key heads, f MLP width. `geometry` has
+    the sizes of a layer; it is None if the model is no stack of equal dense layers. `differences`
+    of the result add up to the bytes of `program` less those of the textbook. A difference has a
+    cause in the model's config, such as a gated MLP. The last difference is the rest, which no
+    other difference explains.
     """
     is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
     if geometry is None or is_other or plan.precision == "32-true":
@@ -333,11 +336,12 @@ def _assumptions(
     return (*lines, *traced.notes)
 
 
-def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
-    """Return the report's sentence on a GPU's kernels and allocator `settings`. `gpu` is the text
-    in front of `capability`, such as "compute capability"."""
+def kernels_assumed(prefix: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
+    """Return the report's sentence on kernels and allocator `settings`. An example is "CUDA kernels
+    as torch 2.11 runs them on compute capability 9.0; PyTorch's default allocator". `prefix` is the
+    text in front of the number of `capability`, such as "compute capability"."""
     return (
-        f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
+        f"CUDA kernels as torch {simulated().name} runs them on {prefix}"
         f" {capability[0]}.{capability[1]}; {describe(settings)}"
     )
 

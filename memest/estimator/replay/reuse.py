@@ -65,12 +65,13 @@ class NotInterpolable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _CallPolynomials:
-    """Polynomials in batch size or sequence length, one for each integer (size, stride) of an
-    operator call. They are stored as forward differences between runs at equally spaced sizes, the
-    samples."""
+    """Integers of one operator call, such as sizes and strides, as polynomials in the batch size or
+    sequence length. The call was recorded in a few runs at equally spaced sizes. A polynomial is
+    stored as forward differences of one integer. For example, a dim of 10, 20 and 30 in three runs
+    is stored as 10, 10 and 0."""
 
     template: Template
-    differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
+    differences: tuple[tuple[int, ...], ...]  # integers in the first run, then their differences
     at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
     """Requests of the call at the smallest size, once computed."""
 
@@ -98,8 +99,9 @@ class _CallPolynomials:
 
 
 def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
-    """Fit polynomials to the integers of one call; `samples` has this call as each run recorded it.
-    Raise `NotInterpolable` if other arguments of the call differ between the runs."""
+    """Fit a polynomial to each integer of one operator call. `samples` has the recorded call
+    (`Template`) of each run, in ascending order of the runs' sizes. Raise `NotInterpolable` if the
+    recorded calls differ in more than numbers, such as in a dtype."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
         raise NotInterpolable("a call has other arguments")
@@ -112,11 +114,16 @@ def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
 
 
 class Interpolation:
-    """Programs of one plan at any batch size or sequence length, computed from a few simulated
-    runs. `samples` are runs on `gpu` at the sizes `start`, `start + spacing` and so on: one more
-    than the degree of the polynomials. Valid sizes are `start` plus multiples of `step`, which
-    divides `spacing` and by default equals it. Raise `NotInterpolable` if the samples do not run
-    the same operators."""
+    """Programs of one plan at any batch size or sequence length, computed from few simulated runs.
+
+    `samples` are runs on `gpu` at the sizes `start`, `start + spacing` and so on. Their number is
+    one more than the degree of the polynomials (`DEGREE`). Raise `NotInterpolable` if the samples
+    do not run the same operators.
+
+    A program can be computed at `start` plus any multiple of `step`. By default `step` is
+    `spacing`. A smaller `step`, which divides `spacing`, allows sizes between the samples. For
+    example, samples at 8 and 64 with a `step` of 8 allow 16, 24 and so on.
+    """
 
     def __init__(
         self, samples: Sequence[TracedPlan], gpu: Gpu, start: int, spacing: int, *,
@@ -172,9 +179,10 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the kernel that each recorded choice takes at the size `value`. Return None if
-        `value` is not `start` plus a multiple of `step`, or if a size of a call is not whole
-        there."""
+        """Return the outcomes of all recorded kernel choices at the size `value`, in the order of
+        the first run. An outcome is an attention backend, or whether the fused 4-bit kernel runs
+        (`choose_again`). Return None if `value` is not `start` plus a multiple of `step`. Also
+        return None if an integer of a choice's arguments is not whole at `value`."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -208,8 +216,10 @@ def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
-    """Fit polynomials to each distinct call of several runs, whose calls are matched by position.
-    Return the polynomials, and the first of `logs`, whose calls refer to polynomials by index."""
+    """Match the operator calls of several runs by position, and fit polynomials to each distinct
+    call. Return (polynomials, log). The log is a copy of the first of `logs`. In the copy, the
+    `template` of a call is an index into the returned polynomials. Raise `NotInterpolable` if the
+    runs make different calls."""
     indices: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
@@ -235,9 +245,10 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
 
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
-    """Remove the second of two micro-batches per step from `traced`, but not the optimizer's step.
-    Raise `NotInterpolable` if the second does more than replace storages by others of equal
-    size."""
+    """Return a run with one micro-batch per step, made from `traced`, a run with two. The events of
+    the second micro-batch are removed, but not the optimizer's step. The second micro-batch may
+    free a storage and leave an equal one allocated instead. Raise `NotInterpolable` if it changes
+    the allocated storages in any other way."""
     program = traced.program
     storages = StorageTable()
     copier = _Copier(program.storages, storages)
@@ -269,9 +280,10 @@ class OptimizerStep:
             raise NotInterpolable("more than the optimizer's step is another")
 
     def applied_to(self, traced: TracedPlan) -> TracedPlan:
-        """Return `traced`, a run with another optimizer, with this optimizer's steps instead. Raise
-        `NotInterpolable` if the setups differ in more than optimizer state, the phases differ, or
-        another phase frees a storage of the optimizer's step."""
+        """Return `traced`, a run with another optimizer, with the steps of this optimizer instead.
+        They are copied from this optimizer's run. Raise `NotInterpolable` if the phases of the two
+        runs differ, or if the setups differ in more than optimizer state. Also raise it if a copied
+        phase frees a storage that is not copied, such as one of the replaced optimizer's step."""
         program = traced.program
         storages = StorageTable()
         copier = _Copier(program.storages, storages)
@@ -355,25 +367,27 @@ class _Copier:
             else:
                 self.ids.pop(free_of(event), None)
 
-    def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Record that each storage id in the setup of `own`, the old program, becomes the id at the
-        same position in `copied`. `copied` is the setup of `other`, with ids of the new program.
-        Raise `NotInterpolable` if the setups differ in more than the optimizer states at their
-        ends."""
-        own_events = [event for event in own.setup if event != EMPTIED]
-        other_events = [event for event in other.setup if event != EMPTIED]
-        num = min(len(own_events), len(other_events))
-        own_sizes = [own.storages.num_bytes[e] for e in own_events[:num] if e >= 0]
-        other_sizes = [other.storages.num_bytes[e] for e in other_events[:num] if e >= 0]
-        if own_events[:num] != other_events[:num] or own_sizes != other_sizes:
+    def align_setup(self, old: Program, source: Program, copied: Sequence[int]) -> None:
+        """Record the new ids of the storages in the setup of `old`, the program that this copier
+        copies. The new program has the setup of `source` instead. `copied` has the events of that
+        setup, with ids of the new program. The n-th event of `old` corresponds to the n-th event of
+        `source`, up to the end of the shorter setup. The longer one may then allocate optimizer
+        states. Raise `NotInterpolable` if corresponding events differ."""
+        old_events = [event for event in old.setup if event != EMPTIED]
+        source_events = [event for event in source.setup if event != EMPTIED]
+        num = min(len(old_events), len(source_events))
+        old_sizes = [old.storages.num_bytes[e] for e in old_events[:num] if e >= 0]
+        source_sizes = [source.storages.num_bytes[e] for e in source_events[:num] if e >= 0]
+        if old_events[:num] != source_events[:num] or old_sizes != source_sizes:
             raise NotInterpolable("the setups differ")
-        self.align(own_events[:num], [event for event in copied if event != EMPTIED][:num])
+        self.align(old_events[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
-        """Leave out the event lists `streams`, which replace some storages by others of equal size.
-        `renames` maps the id of each new storage to the id of the one that it replaces, in whose
-        place it is copied later. Raise `NotInterpolable` if `streams` leave other storages
-        allocated, or free others."""
+        """Leave out the event lists `streams`, which free some storages and allocate equal
+        replacements. `renames` maps the id of a replacement to the id of the storage that it
+        replaces. The new program keeps the storage instead. Later events of the replacement are
+        copied as events of the storage. Raise `NotInterpolable` if `streams` leave a storage
+        allocated, or free an older one, that `renames` does not have."""
         new: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -436,8 +450,10 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
 def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Find the attention calls of `log` that differ between the GPUs `first` and `gpu`. Return
-    ({call on `first`: call on `gpu`}, {call on `first`: positions of outputs only on `gpu`})."""
+    """Find the attention calls in `log`, a run on the GPU `first`, that are other calls on `gpu`.
+    Return (replacements, extra outputs). Replacements map a recorded call (`Template`) on `first`
+    to the call on `gpu`. Extra outputs map a call on `first` to positions in the results of the
+    call on `gpu`. Only the call on `gpu` allocates the results at these positions."""
     replacements: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
@@ -460,8 +476,9 @@ def _replaced_attention(
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield (`scale` argument, call of the backward) for each attention call in `log` whose kernel
-    `choice` decided. `scale` is None by default, the call None in a run without a backward."""
+    """Yield (scale, backward) for each attention call in `log` whose kernel `choice` decided. The
+    yielded scale is None if the call did not pass `scale`. The yielded backward is the recorded
+    call of the backward. It is None if the run has no backward of the attention."""
     (query, key, value, *_), _ = with_integers(choice.template, choice.template.integers)
     inputs = to_template((query, key, value))
     name = FUSED[choice.outcome]

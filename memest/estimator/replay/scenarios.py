@@ -29,14 +29,17 @@ MIN_REPLAYS = 3  # replays of a search, however long the run is
 class LeastLimit:
     """Search for the least memory limit under which a run fits, by replays.
 
-    Fitting is not monotone: a smaller limit frees cached blocks earlier, which can leave larger
-    free blocks. The search tries `NUM_PROBES` limits downwards and bisects below the first that
-    fails, so the result fits and one unit less does not. If `MAX_SEARCH_EVENTS` allows few replays,
-    the bisection ends early, at a limit that fits.
+    A run can fit under one limit and fail under a larger one. Under the smaller limit, the
+    allocator frees cached blocks earlier, which can leave larger free blocks. So the search tries
+    up to `NUM_PROBES` limits from the top downwards, until one fails. Then it bisects between this
+    limit and the lowest one that fits. The result fits, and the result less `UNIT_BYTES` does not.
+    If `MAX_SEARCH_EVENTS` allows few replays, the bisection ends early, at a limit that fits.
 
     Args:
-        replay: function of a limit in bytes. It returns (True, peak reserved) if the run fits, else
-            (False, bytes to which requests had to raise the limit; 0 if it is never raised).
+        replay: function that replays the run under a limit in bytes. A request for which no memory
+            is left raises the limit, so that the replay can go on. The function returns (True, peak
+            reserved) if no request did so, else (False, raised limit). If a request fails without
+            raising the limit, as with allocator settings, the function returns (False, 0).
         allocated_bytes: peak allocated without a limit.
         reserved_bytes: peak reserved without a limit.
         num_events: events of one replay.
@@ -57,8 +60,9 @@ class LeastLimit:
         self._known: dict[int, tuple[bool, int]] = {}
 
     def add(self, limit_bytes: int, fits: bool, result_bytes: int) -> None:
-        """Record a replay under `limit_bytes`. `result_bytes` is its peak reserved if it `fits`,
-        else the limit to which requests raised it, or 0."""
+        """Record a replay under `limit_bytes`. `result_bytes` is its peak reserved if the run
+        `fits`. Else `result_bytes` is the limit to which requests without room raised
+        `limit_bytes`. It is 0 if the limit was fixed, so that such a request failed."""
         self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(result_bytes, UNIT_BYTES)
 
     def fits(self, limit_bytes: int) -> bool:
@@ -107,7 +111,9 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return (fits, size) of a replay under `limit`, cached; both sizes are in `UNIT_BYTES`."""
+        """Return (fits, result) of a replay under `limit`; replays are cached. The result is the
+        peak reserved if the run fits, else the raised limit, or 0 (see `add`). `limit` and the
+        result are in units of `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]

@@ -77,8 +77,8 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
 
 
 def repeats_micro_batches(plan: TrainingPlan) -> bool:
-    """Return whether all micro-batches of a step after its first make equal events. The optimizer's
-    step, which follows the last, is not compared."""
+    """Return whether all micro-batches of a step, except the first, make equal allocator events.
+    The optimizer's step, which follows the last micro-batch, is not compared."""
     return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
 
 
@@ -188,7 +188,10 @@ class _Watch:
             self.job.recorder.start()
 
     def probe_read(self) -> None:
-        """Store the report row of a phase that ends, with the number of events before its end."""
+        """Store the newest row of `PhaseRecorder`, with the number of allocator events so far.
+        `PhaseRecorder` reads the memory at the end of each phase, such as a forward. It adds a row,
+        and then calls this function. After a backward, also store the number of elements of the
+        gradients."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
@@ -236,7 +239,8 @@ def run_plan(
     Args:
         plan: plan to run.
         gpu: GPU whose kernels run.
-        num_ahead: micro-batches per step that are loaded in addition to those that run.
+        num_ahead: micro-batches per step that are loaded but not run, since `shortened` left them
+            out. The Trainer of transformers puts all batches of a step on the GPU at once.
         rank: rank to simulate; None is rank 0.
         records_calls: whether operator calls are logged, in `calls` of the result.
     """
@@ -305,9 +309,10 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 def _repeating(
     job: Job, virtual: VirtualGpu, calls: CallRecorder | None
 ) -> AbstractContextManager[None]:
-    """Return a context in which steps of `job` after the first are not run, but copied from its
-    log. With a strategy for several GPUs, or if steps differ, all run. Copied operator calls are
-    added to `calls`, unless it is None."""
+    """Return a context in which forwards and backwards of `job` run in the first step only. Later
+    steps copy their events from the log of the first step on `virtual`. All steps run if the plan
+    has a strategy for several GPUs, or if its steps can differ. Copied operator calls are added to
+    `calls`, unless it is None."""
     plan = job.plan
     if _is_whole(plan) or plan.is_distributed:
         return nullcontext()
@@ -423,8 +428,9 @@ def _program(watch: _Watch) -> Program:
 
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
-    """Return the first `count` storages, with module names relative to `root`, the model's path. If
-    `root` is "", the outermost module is the model."""
+    """Return the first `count` storages, with names of modules relative to the plan's model. `root`
+    is the path of the plan's model within the modules that wrap it, such as Lightning's. If `root`
+    is "", the outermost module is the model."""
     indices = set(range(count))
     return StorageTable(
         num_bytes=storages.num_bytes[:count],

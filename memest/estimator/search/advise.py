@@ -332,9 +332,10 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield options with a single change that fit, cheapest first, at most one per technique
-        and cost. A graded technique yields further ones while the fit is tight: another driver may
-        leave too little memory."""
+        """Yield options with a single change that fit, cheapest first. For each technique and cost,
+        yield the weakest change that fits. If its fit is tight, another driver may leave too little
+        memory. So a graded technique yields stronger changes too, up to one whose fit is not
+        tight."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -379,8 +380,9 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield options with several changes that fit, from `techniques`, of which none can be left
-        out. The most expensive change of an option costs `cost`."""
+        """Yield options with several changes from `techniques`, with which the plan fits. Each
+        change is needed: without it, the plan does not fit. The most expensive change of an option
+        costs `cost`."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return

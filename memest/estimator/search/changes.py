@@ -76,9 +76,10 @@ NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
-    """Return `plan` with `changes`, without plan keys that contradict them. Such keys are `freeze`
-    with adapters, which freeze the whole base, `padded` with one row, and `momentum` with another
-    optimizer. Raise `MemestError` if the changes contradict the plan."""
+    """Return `plan` with `changes`. Plan keys that contradict the changes are reset. Adapters reset
+    `freeze`, since they freeze the whole base model. A batch size of 1 resets `padded`. Another
+    optimizer resets `momentum` and `nesterov`. Raise `MemestError` if the changes contradict the
+    plan."""
     updates: dict[str, Any] = {}
     for change in changes:
         updates |= change.updates
@@ -102,8 +103,10 @@ def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> li
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
-    """Return a lower bound of the peak bytes with `change`; `traced` is the plan's run without it.
-    It is 0, no bound, for other number formats, quantised weights and shards."""
+    """Return a lower bound of the peak bytes of a plan with `change`. `traced` is the run of the
+    plan without the change. Return 0, which is no bound, if the change sets another number format
+    or image size, quantises weights or shards them. For an offload, return 0 unless all weights of
+    the plan are bfloat16."""
     program, keys = traced.program, change.updates.keys()
     if change.cost <= Cost.TIME or keys == {"seq_len"}:
         return program.most_held_bytes("params", "grads", "optimizer")

@@ -100,9 +100,10 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
 
 
 def peak_requested(program: Program, num_micro_batches: int) -> int:
-    """Return the peak of allocated bytes in the steps, each request rounded to its block size.
-    `num_micro_batches` is their number per step; repeated steps and micro-batches are left out. The
-    peak of reserved bytes is at least as large."""
+    """Return the peak of allocated bytes in the first two steps, with each request rounded to its
+    block size. The peak of reserved bytes is at least as large. `num_micro_batches` is the number
+    of micro-batches per step of the plan. If `program` has fewer, some of them repeat, and at most
+    three are played."""
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
     if num_played != num_micro_batches:  # a micro-batch from the middle repeats another
@@ -246,7 +247,9 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """Return the largest size that fits: `value`, which does, or one of the few above it."""
+        """Return the largest size that fits, at least `value`, which fits. Larger sizes are tried,
+        until `NUM_NEIGHBOURS` in a row do not fit. The allocator packs some sizes better than their
+        smaller neighbours. The trials end early at a size whose requests alone exceed the limit."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -262,8 +265,11 @@ class _Search:
         return largest
 
     def _is_confirmed(self, value: int) -> bool:
-        """Return whether the interpolated program at the size after the answer `value` is right. It
-        is right if it equals a simulated run's; a sequence length itself is checked too."""
+        """Return whether simulated runs confirm the answer `value`. The interpolated program at
+        `value + 1` must equal that of a simulated run. For `seq_len`, the program at `value` is
+        compared too, since the next length often chooses other kernels. If `value + 1` is invalid,
+        only the program at `value` is compared. A negative `value` is minus the smallest valid
+        size, if none fits."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
@@ -321,8 +327,9 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return {technique: values of plan keys}: `plan` with each of `TECHNIQUES`, without plan keys
-    that the technique ignores."""
+    """Return the keys of `plan` with each of `TECHNIQUES`, as {technique: {plan key: value}}. Keys
+    that techniques decide, such as `optim`, have the technique's values. Other keys have the values
+    of `plan`. Keys that a technique ignores are left out, such as `freeze` with LoRA."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     by_technique = {}
     for name, changes in TECHNIQUES.items():

@@ -176,8 +176,9 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:
     """Return {kind of memory that more GPUs do not shrink: bytes on the most GPUs}, largest first.
-    Let a kind take a bytes on m GPUs and b bytes on n, the two largest numbers of GPUs. It is
-    constant if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms."""
+    The two largest numbers of GPUs, m < n, are compared. A fully sharded kind takes m/n times as
+    many bytes on n GPUs as on m. A kind counts as constant if its own factor is nearer to 1 than to
+    m/n. The result is {} for a single number of GPUs."""
     numbers = sorted(line.reports)
     if len(numbers) < 2:
         return {}

@@ -99,8 +99,9 @@ class TraceSeries:
         return self.trace(value)
 
     def _is_special(self, value: int) -> bool:
-        """Return whether the size `value` has to be simulated: its kernel choices differ from those
-        at `GROWTH * value` and at each simulated size."""
+        """Return whether the size `value` has to be simulated, since its kernel choices differ from
+        those of other sizes. The other sizes are all simulated ones and `GROWTH * value`, which a
+        search tries next. Runs for an interpolation at `value` would then serve no other size."""
         interpolation = next(iter(self._interpolations.values()), None)
         outcomes = None if interpolation is None else interpolation.outcomes(value)
         if interpolation is None or outcomes is None:
@@ -114,10 +115,12 @@ class TraceSeries:
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
-        """Prepare and check interpolations, so that `at` simulates few of the sizes `values`.
-        Programs are needed at the sizes `queried` only; None is all. Sizes are split where a kernel
-        choice differs. A part is interpolated from its first sizes if a simulated run at its last
-        size agrees; else it is halved and tried again."""
+        """Prepare interpolations, so that `at` simulates few of the sizes `values`. `queried` are
+        the sizes for which `at` will be called; None means all `values`. Other `values` only fill
+        the gaps, since an interpolation needs runs at equally spaced sizes. `_cover_by_ends` is
+        tried first. Otherwise the sizes are cut into ranges with equal kernel choices. A range is
+        interpolated from runs at its first sizes. A simulated run at its largest queried size has
+        to agree. Else the range is halved, and each half is tried."""
         if self.must_simulate:
             return
         values = sorted(set(values) - {1})
@@ -126,18 +129,21 @@ class TraceSeries:
             if not self._cover_by_ends(run, queried_sizes):
                 self._cover(run, queried_sizes)
 
-    def _cover_by_ends(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Interpolate those sizes of the progression `run` that are in `queried` from their first
-        and last. Return False if that fails, or if a size is no multiple of the first: padded sizes
-        follow no polynomial."""
-        sizes = sorted(queried.intersection(run))
-        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(sizes) < len(run) // 2
+    def _cover_by_ends(self, progression: Sequence[int], queried: set[int]) -> bool:
+        """Interpolate the batch sizes that are in both `progression` and `queried`, from runs at
+        the smallest and the largest. Return whether that succeeded. It is tried only if few of the
+        equally spaced sizes `progression` are in `queried`. All queried sizes must be multiples of
+        the smallest. Kernels may pad other sizes, and padded sizes follow no polynomial."""
+        sizes = sorted(queried.intersection(progression))
+        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(sizes) < len(progression) // 2
         if not is_few or any(value % sizes[0] for value in sizes):
             return False
         first, last = sizes[0], sizes[-1]
         ends = [self.trace(first), self.trace(last)]
         try:
-            interpolation = Interpolation(ends, self.gpu, first, last - first, step=run[1] - run[0])
+            interpolation = Interpolation(
+                ends, self.gpu, first, last - first, step=progression[1] - progression[0]
+            )
             for value in sizes:
                 interpolation.at(value)
         except NotInterpolable:
@@ -212,15 +218,16 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 class RelatedPlans:
     """Programs on `gpu` of plans that differ in `key`, optimizer, checkpointing or micro-batches.
-    `key` is `batch_size` or `seq_len`. `values` are its values in these plans, `steps` those that
-    interpolations cover. With `accumulates`, a step of one micro-batch is derived from one of two.
-    Each further optimizer is simulated once."""
+    `key` is `batch_size` or `seq_len`, and `values` are its values in the plans. `sizes` are the
+    values for which interpolations are prepared, such as an equally spaced list that includes
+    `values`. If `accumulates`, plans are simulated with two micro-batches per step. The program
+    with one micro-batch is derived from that run. Each further optimizer is simulated once."""
 
     def __init__(
-        self, gpu: Gpu, steps: Sequence[int], values: Sequence[int], key: str = "batch_size", *,
+        self, gpu: Gpu, sizes: Sequence[int], values: Sequence[int], key: str = "batch_size", *,
         accumulates: bool = True,
     ) -> None:  # fmt: skip
-        self.gpu, self.steps, self.values, self.key = gpu, steps, values, key
+        self.gpu, self.sizes, self.values, self.key = gpu, sizes, values, key
         self.accumulates = accumulates
         self._series: dict[TrainingPlan, TraceSeries] = {}
         self._covered: set[TrainingPlan] = set()
@@ -234,15 +241,18 @@ class RelatedPlans:
         self._lead = self._lead or plan
         with suppress(NotInterpolable):
             if plan.optim == self._lead.optim:
-                return self._in_short(plan)
+                return self._from_two_micro_batches(plan)
             step = self._step(plan, self._lead)
             if step is not None:
-                return step.applied_to(self._in_short(replace(plan, optim=self._lead.optim)))
+                return step.applied_to(
+                    self._from_two_micro_batches(replace(plan, optim=self._lead.optim))
+                )
         return self._traced(plan)
 
-    def _in_short(self, plan: TrainingPlan) -> TracedPlan:
+    def _from_two_micro_batches(self, plan: TrainingPlan) -> TracedPlan:
         """Return the program of `plan`, whose optimizer is that of the first plan passed to `at`.
-        If `accumulates`, it is derived from a run of two micro-batches."""
+        If `accumulates`, only a run with two micro-batches per step is simulated. A program with
+        one micro-batch is derived from it."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
@@ -253,7 +263,7 @@ class RelatedPlans:
         series = self._series.setdefault(key, TraceSeries(plan, self.gpu, self.key))
         if value != 1 and key not in self._covered:  # a size of 1 has its own trace
             self._covered.add(key)
-            series.cover(self.steps, queried=self.values)
+            series.cover(self.sizes, queried=self.values)
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
@@ -269,6 +279,6 @@ class RelatedPlans:
             self._optimizers[short_plan] = None
             with suppress(NotInterpolable, MemestError):  # the lead plan itself may fail
                 own_run = _made(trace_plan, short_plan, self.gpu)
-                lead_run = self._in_short(replace(short_plan, optim=lead.optim))
+                lead_run = self._from_two_micro_batches(replace(short_plan, optim=lead.optim))
                 self._optimizers[short_plan] = OptimizerStep(own_run, lead_run)
         return self._optimizers[short_plan]

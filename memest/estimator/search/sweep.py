@@ -502,14 +502,15 @@ def _group(
     from memest.estimator.search.related_plans import RelatedPlans
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
-    steps = _progression(batches)
-    chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
+    sizes = _progression(batches)
+    chips = {gpu.chip: RelatedPlans(gpu, sizes, batches) for gpu in reversed(targets)}
     return [result_or_error(_point, plan, chips, targets) for plan in plans]
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Return batch sizes for interpolation, which include `batches`. If there are many, the sizes
-    are equally spaced and leave out 1."""
+    """Return the batch sizes for which interpolations are prepared, which include all `batches`
+    above 1. For up to four sizes above 1, return `batches`. For more, return the multiples of their
+    greatest common divisor. For example, 4, 8, 16, 32 and 64 give 4, 8, 12 and so on, up to 64."""
     sizes = sorted(set(batches) - {1})
     step = math.gcd(*sizes) if sizes else 1
     return range(step, sizes[-1] + 1, step) if len(sizes) > 4 else batches
@@ -534,8 +535,8 @@ def point_of(
     verdicts: Mapping[str, Verdict],
 ) -> Explored:  # fmt: skip
     """Return a plan's entry in an interactive page, from its report. `terms` are the report rows of
-    the peak, `rows` the bytes at the end of each phase, `verdicts` those by name of the GPU.
-    `reserved_bytes` is the peak reserved without a limit."""
+    the peak. `rows` are the report rows of the phases' ends. `reserved_bytes` is the peak reserved
+    without a limit. `verdicts` maps the name of a GPU to the verdict on it."""
     kinds, arithmetic = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     return Explored(

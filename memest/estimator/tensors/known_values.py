@@ -258,8 +258,9 @@ class KnownValues:
 
     def _write_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Update known values after the operator `func` has written to `args[0]`, a list of
-        tensors. Values that cannot be computed are dropped. Gradients are assumed to be finite, so
-        a check of them changes nothing."""
+        tensors. Values that cannot be computed are dropped. A gradient scaler's check for infinity
+        and NaN (`_amp_foreach_non_finite_check_and_unscale_`) is skipped, since gradients are
+        assumed to be finite. So the flag of the check keeps its value."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
         tensors = tensors_in((*args, *kwargs.values()))
@@ -287,7 +288,8 @@ class KnownValues:
         return num_bytes + sum(copy.nbytes() for copy in self.copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
-        """Make `value` the known values of `result`, with its strides, if the shapes are equal."""
+        """Make `value` the known values of `result`, stored with the strides of `result`. Do
+        nothing if the two tensors have different shapes."""
         if value.shape != result.shape:
             return
         num_items = result.untyped_storage().nbytes() // result.element_size()

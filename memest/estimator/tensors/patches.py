@@ -163,11 +163,12 @@ def _restore(owner: Any, name: str, value: Any) -> None:
 
 
 def _clear_sequence_slot(kind: type) -> None:
-    """Clear `tp_as_sequence->sq_item` of `kind`, a class of tensors, and of its subclasses. Python
-    sets this slot for a `__getitem__` in Python. `PySequence_Check` is then true, and C++ reads a
-    0-d tensor in a list as a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The offsets are
-    those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to
-    3.14)."""
+    """Make C++ read a 0-d tensor in a list as a number again, as in `torch.tensor([t])`. If a class
+    has a `__getitem__` written in Python, C++ reads its 0-d tensors as lists (`compute_sizes` of
+    tensor_new.cpp, torch 2.11). The reason is that Python then sets the slot
+    `tp_as_sequence->sq_item` of the class, so `PySequence_Check` is true. This function clears the
+    slot of `kind`, a class of tensors, and of its subclasses. The offsets are those of
+    `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to 3.14)."""
     pointer = ctypes.c_void_p
     if methods := pointer.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:
         pointer.from_address(methods + 3 * 8).value = None

@@ -148,7 +148,9 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """Flags of the current thread: which code of the dispatch mode and of torch is running."""
+    """Flags of the current thread. A flag is set while certain code runs, in which memest has to
+    act differently. For example, `depth` is above 0 while the dispatch mode's own code runs. Then
+    `Tensor.device` returns the true device, not that of a real run."""
 
     depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it

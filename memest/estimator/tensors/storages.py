@@ -42,8 +42,10 @@ RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred blo
 
 
 def return_of(index: int) -> int:
-    """Return the event that frees the deferred block of the storage with id `index`. Given this
-    event, return the id. A deferred block is freed later than its storage."""
+    """Return the event at which a deferred block returns to the allocator; `index` is the id of its
+    storage. A block is deferred if it returns later than its storage is freed, since another stream
+    or a collective still uses it. An event is an integer. The function is its own inverse: for an
+    event, it returns the id."""
     return RETURNED - index
 
 
@@ -92,8 +94,9 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table for a GPU with `gpu_bytes` of memory, of which some storages take a
-        share (`shares`)."""
+        """Return the table for a GPU with `gpu_bytes` of memory. Storages in `shares`, such as the
+        KV cache of vLLM, are sized by the GPU's memory. Their sizes are computed again for this
+        GPU."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)

@@ -47,8 +47,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Call `read(tensor)` with the dispatch modes on that torch's C++ has turned off
-    (`internal_new_from_data`)."""
+    """Call `read(tensor)` with dispatch modes turned on. C++ of torch turns the modes off while it
+    makes a tensor from a list (`internal_new_from_data`). Meanwhile it reads tensors in the list. A
+    meta tensor in the list has values only under the modes."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
         return read(tensor)
     for key in _MODES:
@@ -76,10 +77,11 @@ def _install_numbers(patches: Patches) -> None:
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `tensor[index]` and `tensor[index] = number`, so that they allocate as on a GPU. For
-    a GPU tensor torch puts the number into a host tensor, else into one on the tensor's device. An
-    index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
-    python_variable_indexing.cpp, torch 2.11)."""
+    """Replace `tensor[index]` and `tensor[index] = number`, so that they allocate as on a GPU. If
+    `tensor` is on a GPU, torch puts the number into a host tensor. A simulated GPU tensor is a meta
+    tensor, for which torch would put the number into another meta tensor. So the number is put into
+    a host tensor here. An index that is a list becomes a tensor (`THPVariable_getitem` and
+    `THPVariable_setitem` of python_variable_indexing.cpp, torch 2.11)."""
     get_item, set_item = Tensor.__getitem__, Tensor.__setitem__
 
     def is_simulated(tensor: Tensor) -> bool:

@@ -49,10 +49,11 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(Tensor, "_make_wrapper_subclass")
     def wrap(make: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Create a wrapper subclass of GPU tensors on the meta device, like its inner tensors.
-        Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-        stream, and the engine the device's context. It reports the device of its first inner
-        tensor."""
+        """Create a tensor of the wrapper subclass `cls` with `make`, the original function. If the
+        tensor should be on the GPU, create it on the meta device, where its inner tensors are. The
+        tensor still reports the device of its first inner tensor. Without a GPU, C++ refuses
+        autograd for tensors on `cuda`. Autograd reads the current stream (`InputMetadata`) and the
+        device's context (the engine)."""
         device = kwargs.get("device")
         if device is not None and hasattr(cls, "__tensor_flatten__"):
             kwargs["device"] = META if torch.device(device).type == "cuda" else device

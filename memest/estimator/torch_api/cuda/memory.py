@@ -122,7 +122,8 @@ class _Functions(_OfMode):
             self.setMemoryFraction(settings.memory_fraction)
 
     def _get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return (free, total) bytes of GPU `device`; one of another process counts as unused."""
+        """Return (free, total) bytes of the GPU `device`. Memory that this process reserves is not
+        free. For a GPU that another process uses, all usable memory counts as free."""
         limit_bytes = self._mode.gpu.limit_bytes
         if is_another(device):
             return limit_bytes, self._total_bytes

@@ -65,9 +65,10 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum the gradient buckets `tensors` over the ranks, and return a finished `Work`. NCCL
-        keeps them allocated ("stashed"), since C++ waits for the future of the `Work`, not for the
-        `Work`."""
+        """Sum the gradient buckets `tensors` over the ranks, and return a finished `Work`. A call
+        of `Work.wait()` would make NCCL release the buckets. C++ does not call it, since it waits
+        for the future of the `Work`. So NCCL keeps the buckets allocated ("stashed"). Here only the
+        first buckets are recorded, which `broadcast` stashes once new ones replace them."""
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -84,9 +85,11 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Broadcast weights, or rank 0's order of new buckets, after which old ones are stashed
-        (kept allocated). Every rank has the same weights and order. The broadcast takes no time.
-        Return a finished `Work`."""
+        """Return a finished `Work` of a broadcast from rank 0. Nothing is sent, since every rank
+        has equal values, and no time passes. DistributedDataParallel broadcasts weights at the
+        start, and later the order of new gradient buckets. In the second case the kind of new
+        memory is `MemKind.BUCKETS`. NCCL then keeps the old buckets allocated, so they are stashed
+        here."""
         mode = self._mode
         if mode.memory.kind is MemKind.BUCKETS:
             for index in self._first_buckets:
@@ -134,11 +137,11 @@ class Reducer(_Reducer):  # type: ignore[misc]
             yield
 
     def prepare_for_forward(self) -> None:
-        """Prepare a forward, as torch does, and free old gradient buckets once new ones were
-        summed. The reducer may replace (rebuild) its buckets once, after the first backward. NCCL
-        keeps the old ones allocated until the new ones are summed
-        (validation/scripts/measured_ranks.json). A communication hook's tensors stay until NCCL's
-        watchdog runs."""
+        """Prepare a forward, as torch does. Also free the old gradient buckets if new ones have
+        replaced them and have been summed. The reducer may replace (rebuild) its buckets once,
+        after the first backward. NCCL keeps the old buckets allocated until the new ones are summed
+        (validation/scripts/measured_ranks.json). Tensors of a communication hook are not freed
+        here. They stay until NCCL's watchdog runs."""
         super().prepare_for_forward()
         if self._group.is_summed_again:
             self.session.memory.unstash(self._group.summed_at)
@@ -177,10 +180,11 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
 
 class _Accumulation:
-    """Gradient accumulation on another stream than the model's, as autograd's engine does it.
-    `AccumulateGrad` nodes run on the stream on which the reducer made them. That stream waits for
-    the model's stream, and each gradient is recorded on it. The model's stream waits for it at the
-    end of the backward (`GraphTask::exec_post_processing`)."""
+    """Gradient accumulation on another stream than the model's, as autograd's engine does it. The
+    accumulation stream is the one on which the reducer made its `AccumulateGrad` nodes. It waits
+    for the model's stream before it adds a gradient. The gradient is recorded on the accumulation
+    stream (`record_stream`). At the end of the backward, the model's stream waits for the
+    accumulation stream (`GraphTask::exec_post_processing`)."""
 
     def __init__(self, mode: CudaSimMode, params: Iterable[nn.Parameter]) -> None:
         self._mode = mode

@@ -26,9 +26,11 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
-    """Return torch's `isfinite(tensor)`, or all True for a DTensor (class `kind`) of guessed
-    values. Up to torch 2.9 the norm of gradients is partial: not yet summed over ranks. `isfinite`
-    compares it with itself, and each operand is summed alone, so the sums are two tensors."""
+    """Return torch's `isfinite(tensor)`, or all True if the result is a DTensor (class `kind`) of
+    guessed values. The function of torch first compares `tensor == tensor`. Equality is assumed if
+    both operands are the same tensor. Up to torch 2.9 the norm of gradients is partial, that is,
+    not yet summed over ranks. DTensor then sums the left and the right operand separately. So two
+    tensors are compared, and their equality is unknown."""
     out: Tensor = isfinite(tensor)
     if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
         mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))

@@ -29,9 +29,11 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 
 class _Functions:
     """Replacements of functions of `torch.distributed`, by their names, for one simulated rank.
-    Groups have torch's backend `fake`, but report the one that the script requested. Objects of
-    other ranks are assumed equal to this rank's, unless posted to the mailbox of simulated
-    ranks."""
+    Groups have torch's backend `fake`, but report the backend that the script requested. An object
+    that this rank gets from another rank, as by `all_gather_object`, is assumed to equal this
+    rank's own. An exception is an object that another simulated rank has sent, broadcast or
+    scattered. Simulated ranks exchange such objects through files, the mailbox
+    (`gpu/worlds.py`)."""
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
         self._mode, self._works, self._rank, self._mailbox = mode, mode.works, rank, rank.mailbox
@@ -154,9 +156,10 @@ class _Functions:
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
         """Record a message to or from another rank, and simulate that rank up to the message.
-        `name` is "send" or "recv". `rank` is the other rank's global number, None if `group_rank`,
-        its number in `group`, is given. Return the global number. `is_batch` is True for a message
-        of a batch."""
+        Return the other rank's global number. `name` is "send" or "recv". `rank` is the other
+        rank's global number, or None if `group_rank`, its number in `group`, is given. `is_batch`
+        is True for a message sent as in `batch_isend_irecv`. Such a message uses the communicator
+        of the group, not one for the pair of ranks."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -191,7 +194,8 @@ class _Functions:
 
 
 def check(rank: Rank) -> None:
-    """Raise `UnsupportedError` if this process, being in a process group, cannot be `rank`."""
+    """Raise `UnsupportedError` if `rank` is one of several ranks and this process is in a process
+    group already. A simulated rank has to join its group itself (`init_process_group`)."""
     if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",

@@ -128,7 +128,11 @@ class Checkpoints:
             return load(f, *args, **kwargs)
 
     def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
-        """Return a context that gives `_rebuild` the metadata in `args` of `_rebuild_tensor_v2`."""
+        """Return a context in which `_rebuild` can read the metadata of the tensor that torch
+        loads. `args` are the arguments of `_rebuild_tensor_v2`, of which the seventh is the
+        metadata. The metadata of a placeholder has the size of its storage, the offset and the
+        strides (`_mark`). The context stores the metadata in the thread-local `_state`, since torch
+        does not pass it to `_rebuild_tensor`."""
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
