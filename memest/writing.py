@@ -15,7 +15,8 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` to a new file next to `path` and rename it; write to a stream directly.
+    """Write `content` to `path`. For a file, write a new file next to `path`, then rename it to
+    `path`. If `path` is a pipe or a device, write to it directly.
 
     Raises:
         OSError: the file cannot be written; an existing file is unchanged.

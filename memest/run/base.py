@@ -27,9 +27,10 @@ class BothReports:
 
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:
-    """Run `memest run` on a script in the current folder, and on its version in branch `base`.
-    `arguments` are options, script and its arguments. The first run exits with 5 if the script does
-    not fit (`--check`). The second is left out if `base` is empty or the first writes no report."""
+    """Run `memest run` on a script in the current folder, then on its version in branch `base`.
+    `arguments` are the options, the script and its arguments. The run in the current folder has the
+    option `--check` too, so that it exits with 5 if the script does not fit. The run on `base` is
+    left out if `base` is empty or the run before it writes no report."""
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)
         code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")

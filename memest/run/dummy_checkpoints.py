@@ -32,7 +32,10 @@ _FILE = "- "
 
 @contextmanager
 def dummy_folder(folder: Path, about: str) -> Iterator[None]:
-    """Empty `folder` for a new dummy checkpoint; after the block, add a file with text `about`.
+    """Empty `folder` for a new dummy checkpoint, which the block writes.
+
+    After the block, add the file `MARKER`, which marks the folder as written by memest. It has the
+    text `about` and the names of the other files. The block gets no value.
 
     Raises:
         PlanError: `folder` has files that memest has not written, or it cannot be written to.
@@ -157,8 +160,10 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
-    """Return ids by token, for all ids of `vocabulary`. Tokens in `special` (texts by name) get the
-    model's own ids if it has them. All other tokens get ids that are free."""
+    """Return a dict from token text to id, with every id of `vocabulary`. `special` has texts of
+    special tokens by name, such as `eos`. A special token for which the model's config has an id
+    gets that id. Each other special token gets the highest free id. The lowest free ids go to
+    ordinary pieces of text."""
     model_ids = {special[name]: index for name, index in vocabulary.ids.items()}
     other_tokens = dict.fromkeys(token for token in special.values() if token not in model_ids)
     free_ids = sorted(set(range(vocabulary.size)) - set(model_ids.values()))
@@ -324,8 +329,9 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 
 def _default_processor(mapping: Any, config: Any) -> Any:
-    """Return the processor of inputs that `mapping` (config class to processor class) has for
-    `config`, for images of the config's size; None without one."""
+    """Return a processor of inputs for a model with `config`, or None. `mapping` has, for each
+    class of configs, the class of processors or several to try. The first one that can be made is
+    returned. If the config has the size of images, the processor has that size."""
     choice: Any = mapping.get(type(config), None)
     if isinstance(choice, dict):
         choice = tuple(choice.values())

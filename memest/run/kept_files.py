@@ -200,8 +200,9 @@ def _files_of(path: Any) -> list[str]:
 
 @contextmanager
 def kept_files() -> Iterator[KeptFiles]:
-    """Move the user's files aside before they change in the block, and put them back at its end.
-    Within another such block, also of a parent process, the outer one puts them back."""
+    """Move the user's files aside before the block changes them, and put them back at its end. A
+    block within another one moves files aside, but leaves it to the outer block to put them back.
+    The outer block may be in a parent process."""
     outer = os.environ.get(FOLDER)
     if not outer and os.name == "posix":  # Windows has no test of which processes live
         for journal in _journals().glob("*"):

@@ -35,8 +35,9 @@ class Launch:
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
     """Return what a launcher's command would start; None if the command is of no launcher.
 
-    `module` is the name after `python -m`, with arguments `words`. If it is None, `words` are the
-    whole command. The launcher is imported in another process, since libraries look for a GPU.
+    `module` is the name after `python -m`, and `words` are its arguments. If `module` is None,
+    `words` are the program, such as `torchrun`, and its arguments. The launcher is imported in a
+    child process, since its libraries look for a GPU when they are imported.
 
     Raises:
         PlanError: the launcher refuses its arguments, or they lack the number of GPUs.
@@ -109,7 +110,8 @@ def _read_accelerate_launch(arguments: list[str]) -> Launch:
 
 def _read_trl(arguments: list[str]) -> Launch:
     """Return what TRL's command with `arguments` would start by `accelerate launch`. TRL first
-    checks its script's arguments. For most trainers that needs a GPU: here a virtual one."""
+    checks the arguments of the training script. For most trainers, that check needs a GPU. So TRL
+    runs on a virtual GPU, which exists only during this call."""
     require("trl")
     session = import_module("memest.run.session")
 

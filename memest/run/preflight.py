@@ -42,8 +42,8 @@ _NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that h
 
 @dataclass(frozen=True, slots=True)
 class DeviceAtHand:
-    """Real GPU of this process, and its free memory. If `has_context`, `free_bytes` is already less
-    by the CUDA context of the process that read it."""
+    """Real GPU that this process would use, and its free memory. `has_context` is True if the
+    process that read `free_bytes` had opened CUDA, so that its CUDA context is not free."""
 
     name: str
     total_bytes: int  # total of `torch.cuda.get_device_properties`, without the driver's own memory
@@ -77,7 +77,9 @@ class DeviceAtHand:
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """Return GPU `cuda:0` under the variables `environment` (None: own); None without a GPU."""
+    """Return the real GPU that CUDA would call `cuda:0`; None without a GPU. `environment` has
+    variables such as `CUDA_VISIBLE_DEVICES`, which select it; None is the environment of this
+    process."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     first_visible = None if visible is None else visible.partition(",")[0].strip()
@@ -134,10 +136,10 @@ class _UnsureError(Exception):
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU that CUDA would call `cuda:0`, by NVML; None if its index is too large. `nvml`
-    is the module pynvml. `visible` is the first item of `CUDA_VISIBLE_DEVICES` (index or UUID; None
-    if unset), and `order` the value of `CUDA_DEVICE_ORDER`. Raise `_UnsureError` if CUDA may choose
-    another GPU or a MIG instance."""
+    """Return the GPU that CUDA would call `cuda:0`. `nvml` is the module pynvml. `visible` is the
+    first item of `CUDA_VISIBLE_DEVICES`: an index, a UUID, or None if unset. Return None if no GPU
+    has that index. `order` is the value of `CUDA_DEVICE_ORDER`. Raise `_UnsureError` if CUDA's
+    order of GPUs may differ from NVML's, or if CUDA uses a MIG instance."""
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:
@@ -276,10 +278,11 @@ def preflight(
 
 
 def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
-    """Print the predicted and measured peak of reserved memory; yield a dict of both, in GiB.
+    """Print the predicted and the measured peak of reserved memory; then yield one dict with both.
 
-    The measured peak is torch's since its last reset. Without a report in `result`, or without CUDA
-    in this process, nothing is printed or yielded.
+    The dict has `memest/predicted_gib` and `memest/measured_gib`, for a logger. The measured peak
+    is torch's, since its last reset. Without a report in `result`, or without CUDA in this process,
+    nothing is printed or yielded.
     """
     report = None if result is None else result.report
     torch = sys.modules.get("torch")
@@ -385,9 +388,10 @@ class _Script:
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
-        """Run the script on a virtual GPU like `device`; return (report, "") or (None, the reason).
-        `options` are added to those of `memest run`. `memory`, such as `32TiB`, replaces the GPU's
-        memory; None is what is free. `alloc_conf` is added to the allocator's settings."""
+        """Run the script by `memest run` on a virtual GPU; return (report, "") or (None, the
+        reason). The virtual GPU is like `self.device`. `options` are added to the command.
+        `memory`, such as `32TiB`, replaces the GPU's memory; None is the memory that is free on the
+        real GPU. `alloc_conf` is added to the allocator's settings."""
         device = self.device
         gpu_options = ["--gpu", device.gpu.name]
         if memory is not None:
@@ -459,8 +463,9 @@ PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cu
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Change that may make a script fit, its cost, and the bytes that it saves at the peak.
-    `options` or `alloc_conf` simulate it; if both are empty, the script must be edited."""
+    """Change that may make a script fit, its price in words, and the bytes that it saves at the
+    peak. `memest run` simulates the change with `options`, or with the allocator's setting
+    `alloc_conf`. If both are empty, it cannot, since the change is an edit of the script."""
 
     title: str
     price: str  # cost in plain words
@@ -536,8 +541,10 @@ class Command:
 
 
 def typed_command(frame: FrameType | None = None) -> Command | None:
-    """Return the command that runs this process's script; None in a notebook or a shell. A script
-    that these run (`%run train.py`) is searched in `frame` (None: nowhere) and its callers."""
+    """Return the command that runs this process's script, such as `train.py --lr 1`. A notebook or
+    Python shell has no script of its own, but may run one, by `%run train.py`. Then the result is
+    the command of the nearest script in `frame` and its callers. Return None if there is no script,
+    as in a notebook with `frame` None."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if getattr(sys, "frozen", False):

@@ -29,10 +29,11 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
-    """Return the ranks to simulate, named by `numbers`: `all`, or a list such as `0,5`. If
-    `numbers` is empty, they are the first and the last.
+    """Return the ranks to simulate. `numbers` is `all`, or a list such as `0,5`. If `numbers` is
+    empty, the ranks are the first and the last.
 
-    Each of `num_nodes` nodes has `num_local` ranks; None is one rank without a launcher.
+    Each of `num_nodes` nodes has `num_local` ranks. None stands for a script that starts without a
+    launcher: each node has one rank.
 
     Raises:
         PlanError: too many ranks, or a number that is no rank.
@@ -66,10 +67,13 @@ def _numbers(numbers: str, size: int) -> list[int]:
 
 
 def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
-    """Return the ranks still to run, in groups of two, if the peaks in `results` differ; else [].
+    """Return the ranks still to run, in groups of two that can run at the same time. `results` are
+    those of the ranks that have run. If their peaks are equal, or the first rank failed, no rank is
+    left to run: return [].
 
-    Ranks differ by their data, by uneven shards, or by what they store for others. Only a world of
-    at most `MAX_ALL` ranks runs in full, as each rank takes memory of this machine.
+    Peaks differ if ranks have different data, uneven shards, or memory that a rank holds for
+    another one. Each simulated rank takes memory of this machine. So the result is also [] for a
+    world of more than `MAX_ALL` ranks.
     """
     first, first_result = results[0]
     peaks = {_peaks(result.report) for _, result in results if result.report}
@@ -101,9 +105,10 @@ def run_together(
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
     """Call `run` for each of `ranks` in a process, at the same time; return (rank, result) pairs.
 
-    Ranks that exchange messages with these run too, unless `has_peers` is False. `is_silent` hides
-    all output; otherwise that of the first rank appears at once, and that of the others at the end.
-    If the first rank fails and waits for no other, the others end without a result.
+    A rank may exchange messages with a rank that is not in `ranks`. Then that rank runs too, and is
+    in the result, unless `has_peers` is False. `is_silent` hides all output. Otherwise the output
+    of the first rank appears at once, and the output of the others at the end. If the first rank
+    fails before any message, the others are ended, and only the first has a result.
 
     Raises:
         MemestError: a process ended without a result.
@@ -160,8 +165,8 @@ def _print(output: tuple[str, str]) -> None:
 def _interrupted(
     running: Mapping[Child, Rank], error: KeyboardInterrupt | Terminated
 ) -> Iterator[tuple[Rank, RunResult]]:
-    """Send the signal that raised `error` to the ranks in `running`; yield their results so far. A
-    rank that has not begun, or that a second Ctrl-C ends, has no result."""
+    """Send the signal that raised `error` to the ranks in `running`; yield (rank, its result so
+    far). A rank without a result is left out: it had not begun, or a second Ctrl-C ended it."""
     for child in running:
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():
@@ -188,8 +193,9 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Return `report` with the verdict `may`: it fits if some blocks are freed early enough.
-    `decides` is a text that describes these blocks."""
+    """Return `report` with the verdict `may` on its own GPU: the run may or may not fit. The run
+    fits if some memory blocks are freed early enough, which depends on time. `decides` is text that
+    describes the blocks."""
     verdict = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: verdict}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)

@@ -68,7 +68,8 @@ class Session:
         batch_parts: DataLoaders load 1/`batch_parts` of each batch.
         torch_release: simulated release of torch; None is the installed one.
         others: names of other GPUs for which the report has a verdict.
-        options: those of `VirtualGpu`: `max_steps`, `is_strict`, `roots`, `is_immediate`.
+        options: keyword arguments of `VirtualGpu`, where they are explained: `max_steps`,
+            `is_strict`, `roots`, `is_immediate`.
     """
 
     def __init__(
@@ -256,8 +257,9 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE":
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """Result of running a script. `report` is None if the script never used the GPU. `refusal` is
-    the memest error that ended the script, or None. `decides` is text on the blocks whose free
-    timing decides the verdict, or empty."""
+    the memest error that ended the script, or None. `decides` is text on memory blocks that another
+    stream or a collective uses. A verdict can depend on when such blocks are freed. Without such
+    blocks, `decides` is empty."""
 
     exit_code: int  # exit code of the script
     error_text: str  # text that Python would write to stderr, such as a traceback

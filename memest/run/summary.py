@@ -102,8 +102,9 @@ def report_of(
 def _kind_of(entry: Held) -> str:
     """Return the kind of memory, an item of `KINDS`, under which the report counts `entry`.
 
-    A storage of unknown owner has the label `activations`. It counts as `temporaries` in backward
-    and optimizer, and as `other` before the first call of a model.
+    A storage whose owner is unknown has the kind `activations` in `entry`. If it was allocated in
+    backward or optimizer, it counts as `temporaries`. If it was allocated before the first call of
+    a model, it counts as `other`. Otherwise it stays `activations`.
     """
     if entry.kind is not MemKind.ACTIVATIONS:
         return str(entry.kind)
@@ -145,7 +146,9 @@ def _terms(entries: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(entry: Held) -> str:
-    """Return the row of `entry`: `PREFIX.*` for a layer, else three parts of its module's name."""
+    """Return the row in which the table by module counts `entry`. The row of `model.layers.3.mlp`
+    is `model.layers.*`, as for all layers of the list. A name without a number keeps its first
+    three parts: `vision.embed.patch.norm` becomes `vision.embed.patch`."""
     module = entry.site.module
     layer = LAYER.match(module)
     return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
@@ -236,8 +239,8 @@ def verdicts_of(
     virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
 ) -> tuple[dict[str, Verdict], list[str]]:
     """Return (verdicts by GPU name, notes on them), for the run's own GPU and `others`. `outcome`
-    is that on the own GPU. `share` is the share of a GPU's memory to which the script limits
-    itself, or None."""
+    is the result of the run on its own GPU: it fits or is out of memory. `share` is the share of a
+    GPU's memory to which the script limits itself, or None."""
     own_gpu = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
     own_verdict = on_gpus.own(_own_verdict(virtual, outcome))
@@ -281,8 +284,10 @@ def verdicts_of(
 def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, base: Verdict, verdict: Verdict
 ) -> Verdict | None:
-    """Return `verdict` on `gpu`, corrected for storages whose size is a share of the GPU's memory.
-    `base` is the verdict on the run's GPU. Return None if the events of the run do not suffice."""
+    """Return the verdict on `gpu` of a script that sizes storages by the GPU's memory. An example
+    is a cache of 90 % of the memory, which has another size on `gpu` than in the run. `verdict` is
+    the verdict on `gpu` with the sizes of the run, and `base` that on the run's GPU. Return None if
+    the stored events end too early for a verdict."""
     memory, run = virtual.mode.memory, run_of(virtual)
     storages = memory.storages.on(gpu.memory_bytes)
     run = replace(run, program=replace(run.program, storages=storages))
@@ -306,9 +311,9 @@ def _with_own_shares(
 
 
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
-    """Return the intervals of the run's peaks `allocated`, `reserved` and `process`, by name.
-    Bounds differ if blocks of several streams may be freed earlier, unless the event log is full.
-    `outside_bytes` is the memory of the process outside the allocator."""
+    """Return the intervals of the run's peaks `allocated`, `reserved` and `process`, by name. The
+    bounds differ if the peak depends on when some blocks are freed (`FreeTiming`). They are equal
+    if the event log is full. `outside_bytes` is the process's memory outside the allocator."""
     limit = virtual.allocator.limit_bytes
     earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
     return intervals([_own_figures(virtual), *earlier], outside_bytes=outside_bytes)
@@ -324,8 +329,9 @@ def _own_figures(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the free timings (when deferred frees take place) to replay besides `LATEST`; () if
-    the peak depends on none or the event log is full."""
+    """Return the free timings to replay in addition to `LATEST`, the default. A free timing is an
+    assumption on when a block is freed that another stream or a collective uses. The result is ()
+    if no peak depends on that, or if the event log is full."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
         return ()
@@ -352,8 +358,9 @@ def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
 
 
 class _Verdicts:
-    """Verdicts on GPUs by replay of `run` under their limits. `outcome` is that on the run's own
-    GPU. `run` has only the script's start if the event log is full."""
+    """Verdicts of one run on several GPUs, by replay of `run` under the GPUs' limits. `outcome` is
+    the result of the run on its own GPU: it fits or is out of memory. If the event log is full,
+    `run` has only the script's start, and some verdicts are unknown."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory
@@ -373,7 +380,9 @@ class _Verdicts:
             self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return `verdict`, of the run's own GPU, with the least limit that fits as its need."""
+        """Return `verdict`, that of the run's own GPU, with the least limit that fits as
+        `needs_bytes`. The limit is found by replays. If the script did not fit or the event log is
+        full, return `verdict` unchanged."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes
@@ -385,8 +394,9 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return the verdict on a GPU whose allocator can reserve `limit_bytes`; None if the event
-        log is too short. Of that limit, `spread_bytes` may be missing with another driver."""
+        """Return the verdict on a GPU whose allocator can reserve `limit_bytes`. Another driver of
+        that GPU may leave up to `spread_bytes` less; a margin below that is tight. Return None if
+        the verdict is unknown, since the stored events do not reach the run's end."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)

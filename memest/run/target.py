@@ -39,9 +39,10 @@ huggingface_hub that is too old for transformers 5.
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Script or module that `memest run` runs, with its arguments. `path` is the script, or the
-    first folder of a module's import path. `roots` are folders of libraries whose code is the
-    script's. `local_rank` is an argument to which each rank appends its number, or empty."""
+    """Script or module that `memest run` runs, with its arguments. `path` is the script. For a
+    module, it is the folder that becomes the first entry of `sys.path`. `roots` are folders of
+    installed packages whose code counts as the script's own. `local_rank` is an argument to which
+    each rank appends its number, or empty."""
 
     name: str  # name as typed
     args: tuple[str, ...]
@@ -191,10 +192,11 @@ def active_environment() -> Path | None:
 
 
 def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
-    """Run `memest run` with `arguments` under the interpreter `python`; return its exit code.
+    """Run `memest run` with `arguments` under the interpreter `python`.
 
-    Return None if `python` is the interpreter of this environment. On POSIX, the call does not
-    return otherwise, since the interpreter replaces this process.
+    Return None, without a run, if `python` is the interpreter of this environment. Otherwise, on
+    POSIX, the other interpreter replaces this process, so that the call never returns. On Windows,
+    the call returns the exit code of the run.
 
     Raises:
         PlanError: there is no such interpreter, it is too old, or it has no torch or no NumPy.
@@ -217,8 +219,9 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return (path, `sys.prefix`, those of torch, NumPy and `PURE` that are installed) of `python`,
-    an interpreter or the folder of its environment."""
+    """Return facts on `python`, an interpreter or the folder of its environment. They are the path
+    of the interpreter, its `sys.prefix`, and a list of installed packages. The list has torch,
+    NumPy and the packages of `PURE` as far as they are installed."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     program = shutil.which(python)
@@ -249,7 +252,8 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
 
 
 def _folder_of_links(packages: Sequence[str]) -> Path:
-    """Return a folder with links to memest and `packages`, for another `PYTHONPATH`."""
+    """Return a folder for the `PYTHONPATH` of another interpreter. The folder has links to memest
+    and `packages` of this environment, and to nothing else of it."""
     import hashlib  # 5 ms, which a run in this environment does not need
 
     sources = {"memest": Path(memest.__file__).parent}

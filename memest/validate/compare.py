@@ -41,7 +41,8 @@ class Deviation:
 
     @property
     def error_bytes(self) -> int:
-        """Predicted minus measured, with the interval's value nearest to the measured one."""
+        """Predicted minus measured bytes; 0 if the measured ones are within the predicted interval.
+        Otherwise the predicted bytes are the bound nearest to the measured ones."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
@@ -55,9 +56,10 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Differences between one experiment's prediction and its measurement. `totals` are by key of
-    `TOTALS`, `phases` are the allocated bytes at each phase, and `states` those of parameters,
-    gradients or optimizer that differ. `residual` is text on where the error begins, or empty."""
+    """Differences between one experiment's prediction and its measurement. `totals` has a deviation
+    for each key of `TOTALS`, such as `reserved`. `phases` has one for the allocated bytes at each
+    phase. `states` has one for each phase and state (parameters, gradients, optimizer) whose bytes
+    differ. `residual` is text on where the error begins, or empty."""
 
     name: str
     measured: Measurement
@@ -81,9 +83,9 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Errors and verdicts of many experiments in total. Errors are in per cent by total, and over
-    all phases. `verdicts` counts experiments by (measured, predicted) verdict. `broken` has a line
-    per figure outside its tolerance."""
+    """Errors and verdicts of many experiments in total. The errors are in per cent, by key of
+    `TOTALS`, such as `reserved`; the key `phase` is for all phases. `verdicts` counts experiments
+    by (measured, predicted) verdict. `broken` has a line per figure outside its tolerance."""
 
     median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
     worst_percent: Mapping[str, float]  # largest error by total, signed
@@ -192,7 +194,8 @@ def exactly(num_bytes: int) -> Interval:
 
 
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
-    """Return the deviation of `name`, a key of `TOTALS`; of several ranks, the largest one."""
+    """Return the deviation of the total `name`, a key of `TOTALS`. If several ranks were measured,
+    return the deviation of the rank whose error in per cent is largest."""
     key = TOTALS[name]
     interval = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
@@ -205,7 +208,9 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return text on where in `pairs` (predicted, measured) the error changes most; "" if none."""
+    """Return text on the phase at which the error changes most from the phase before; "" if it
+    never does. `pairs` has a pair of rows (predicted, measured) per phase. The error is predicted
+    minus measured bytes: allocated, peak allocated or reserved."""
     largest, label, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
@@ -220,7 +225,8 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """Return the allowed error by figure, in per cent: `tolerances`, or `SLACK` on several GPUs."""
+    """Return the allowed error in per cent, by name, such as `reserved`. It is that of `tolerances`
+    in a run on one GPU. In a run on several GPUs, it is `SLACK` for every name."""
     is_of_several = len(comparison.measured.ranks) > 1
     return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 

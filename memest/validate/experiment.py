@@ -108,9 +108,10 @@ def device_clock_mhz(index: int) -> int | None:
 
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
-    """Return this process's bytes on GPU `index` by source, the most reliable source first. Sources
-    are NVML's figure of the process, the growth of used memory since `used_before`, and all memory
-    that is not free. `used_before` is what NVML had before CUDA was opened, or None."""
+    """Return this process's bytes on GPU `index` by source, the most reliable source first. The
+    first source is NVML's figure of the process, if NVML has one. The next is the growth of the
+    used memory since `used_before`. `used_before` is what NVML gave as used before CUDA was opened;
+    None leaves this source out. The last, always there, is all memory that is not free."""
     figures: dict[str, int] = {}
     own_bytes = with_nvml(lambda nvml: _process_bytes(nvml, index))
     if own_bytes:
@@ -124,7 +125,8 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 
 
 def _process_bytes(nvml: Any, index: int) -> int | None:
-    """Return NVML's bytes of this process (or the only one) on GPU `index`; None if unknown."""
+    """Return the bytes that NVML gives for this process on GPU `index`; None if unknown. A
+    container may hide the process's id: the only process on the GPU is then taken for this one."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
@@ -146,8 +148,8 @@ AFTER_SETUP = "after the strategy's setup"
 def sample_host(moment: str) -> dict[str, Any]:
     """Return a sample: host memory in bytes by name, and `moment`, a name for the time.
 
-    `RssAnon` and `RssShmem` are of this process, and may omit `pinned_allocated`, torch's pinned
-    memory. `MemAvailable` is of the machine, as a check of the sum over the ranks.
+    `RssAnon` and `RssShmem` are of this process. `pinned_allocated` is torch's pinned memory, which
+    they may not include; it is there only if CUDA is open. `MemAvailable` is of the machine.
     """
     of_process = _read("/proc/self/status", ("RssAnon", "RssShmem"))
     of_machine = _read("/proc/meminfo", ("MemAvailable",))
@@ -165,13 +167,13 @@ def _peak_host_bytes() -> int:
 
 
 def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
-    """Return the growth of host memory from before the model to the highest of `samples`.
+    """Return how far this process's host memory grew, at most, since before the model.
 
-        max(own(s) for s in samples) - own(before the model)
+        max(own(s) for s in samples) - own(sample with the moment `BEFORE_MODEL`)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
 
-    Pages of files are left out, since ranks share them. Libraries take 0.8 to 1.4 GiB of these
-    pages in each rank, as a run without tensors on the host shows.
+    Pages of files are left out, since ranks share them. Libraries take 0.8 to 1.4 GiB of such pages
+    in each rank, by a measurement without tensors on the host.
     """
     before = next((s for s in samples if s["moment"] == BEFORE_MODEL), {})
     return max(map(_own_bytes, samples), default=0) - _own_bytes(before)
@@ -260,7 +262,8 @@ def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
     """Return the events of `trace`, a device's list in PyTorch's snapshot, as an array of 4 rows.
 
     A column is an event: action (a number of `ACTIONS`), address minus the lowest one, bytes, and
-    stream, numbered in order of appearance. Older files lack streams and `free_requested`.
+    stream, numbered in order of appearance. Older recordings have 3 rows, without streams, and no
+    action `free_requested`.
 
     >>> event_table([{"action": "segment_alloc", "addr": 512, "size": 2048},
     ...              {"action": "alloc", "addr": 1024, "size": 100, "stream": 7}]).tolist()
@@ -327,7 +330,8 @@ class _Run:
             self.samples.append(sample_host(moment))
 
     def begin_training(self) -> None:
-        """On several GPUs, store and reset the peaks of the setup, and empty torch's cache."""
+        """Separate the memory of training from that of the setup, on several GPUs; else do nothing.
+        Store the peaks so far in `setup` and reset them. Then empty torch's cache."""
         if not self.plan.is_distributed:
             return
         self.recorder.note_peaks()
@@ -423,8 +427,9 @@ def run_experiment(
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Record the allocator's events; return a `deliver` that first writes them to `path`. Each
-    phase of the report gets the number of events so far. Call it before the model is built."""
+    """Begin to record the allocator's events, and return `deliver` with a first step added. That
+    step writes the events to `path`. From now on, `run.marks` gets the number of events so far at
+    each phase. Call this function before the model is built."""
     torch.cuda.memory._record_memory_history(
         enabled="all", context="alloc", stacks="python", max_entries=MAX_ENTRIES
     )
@@ -474,7 +479,8 @@ def execute(
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """Return the fraction of `total_bytes` by which torch limits itself to `limit_bytes` exactly.
+    """Return the fraction for `torch.cuda.set_per_process_memory_fraction`, so that torch's limit
+    is exactly `limit_bytes`. Torch multiplies the fraction by `total_bytes` and rounds down.
 
     >>> int(memory_fraction(80 * 2**30, 143155 * 2**20) * 143155 * 2**20) == 80 * 2**30
     True

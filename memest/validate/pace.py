@@ -66,10 +66,11 @@ class Observer(TorchDispatchMode):
 def host_times() -> dict[str, float]:
     """Return the host's microseconds by part of a training step, without kernel launches.
 
-    Optimizer: `step` and `zero_grad` are per parameter, `list` per tensor of a multi-tensor call,
-    and `loop` per call where one parameter is updated after another. Checkpointing: `region` is per
-    checkpointed region, `hook` per call of a hook of saved tensors, and `choice` per operator of
-    selective checkpointing. `read` is a number read from the GPU. Rates of copies are in GB/s.
+    Optimizer: `step` and `zero_grad` are per parameter. `list` is per tensor of a multi-tensor
+    call. `loop` is per operator call in an optimizer that updates one parameter after another.
+    Checkpointing: `region` is per checkpointed region, `hook` per call of a hook of saved tensors,
+    and `choice` per operator of selective checkpointing. `read` is a number read from the GPU. Keys
+    such as `to_gpu_pinned_gb_s` are no times but rates of copies, in GB/s.
     """
     x = torch.randn(8, 64, device="cuda")
     times = _optimizer_times() | checkpoint_times()
@@ -154,8 +155,9 @@ a list, and `names` of tensors. A name and a step of `calls` have a function and
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
     """Measure some small models in rounds; yield {"forward": rows, "backward": rows} per round.
 
-    A row is of one model: numbers of kernel launches, cuDNN calls and views (`HOST_KINDS`), then
-    the host's microseconds. These are a median of all rounds so far, since a host's speed varies.
+    A row is of one model: [kernel launches, cuDNN calls, views, the host's microseconds]. The first
+    three are numbers of calls, as in `HOST_KINDS`. The microseconds are the median of all rounds so
+    far, since a host's speed varies.
     """
     library: Any = import_module("transformers")
     models = []
@@ -167,7 +169,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
             "input_values": torch.randn(2, 4000, device="cuda"),
             "input_ids": torch.zeros(2, 16, dtype=torch.long, device="cuda"),
         }[model.main_input_name]
-        models.append((*phases(model, inputs, is_autocast), list[tuple[float, ...]]()))
+        models.append((*counts_and_step(model, inputs, is_autocast), list[tuple[float, ...]]()))
     while True:
         rows: dict[str, list[list[float]]] = {"forward": [], "backward": []}
         for counts, step, times in models:
@@ -178,9 +180,9 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Return the host's microseconds per launch, cuDNN call and view, such as `forward_view`. They
-    are fitted to `forward` and `backward`, rows of `model_times`. The fit is a median: half of the
-    models take longer than it predicts."""
+    """Return the host's microseconds per call of each kind, such as `forward_view`. They are fitted
+    to `forward` and `backward`, rows of `model_times`, by least squares of relative errors. Then
+    they are scaled so that half of the models take longer than predicted."""
     result = {}
     for phase, rows in (("forward", forward), ("backward", backward)):
         counts, times = np.array(rows)[:, :-1], np.array(rows)[:, -1:]
@@ -192,7 +194,10 @@ def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dic
 
 
 def _not_negative(a: Any) -> Any:
-    """Return the array f >= 0 with the least sum of squares of `a @ f - 1`."""
+    """Return the array f >= 0 for which all items of `a @ f` are nearest to 1, by least squares.
+    Here, f is the times per kind of call. A row of `a` has a model's numbers of calls by kind,
+    divided by its measured time. So `a @ f` is predicted over measured times, 1 if the fit is
+    exact."""
     solutions = []
     for columns in itertools.product((False, True), repeat=a.shape[1]):
         factors = np.zeros(a.shape[1])
@@ -202,11 +207,12 @@ def _not_negative(a: Any) -> Any:
     return min(feasible, key=lambda factors: ((a @ factors - 1) ** 2).sum())
 
 
-def phases(
+def counts_and_step(
     model: nn.Module, x: Tensor, is_autocast: bool
 ) -> tuple[list[list[int]], Callable[[], tuple[float, ...]]]:
-    """Return (numbers of calls by `HOST_KINDS` in forward and in backward, step). `step()` trains
-    `model` on `x` once, in bfloat16 if `is_autocast`, and returns the host's seconds of both."""
+    """Return (numbers of calls in forward and in backward, step). Each of the two lists has numbers
+    by kind, as `HOST_KINDS`. `step()` trains `model` on `x` once, in bfloat16 if `is_autocast`. It
+    returns the host's seconds of the forward and of the backward."""
     optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
     def run(*modes: Any) -> tuple[float, ...]:
@@ -227,7 +233,8 @@ def phases(
 
 
 def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
-    """Return the host's microseconds per `call`, over `count`; `waits` includes the GPU's work."""
+    """Return the host's microseconds per call of `call`, the mean of `count` calls. With `waits`,
+    the time includes a wait for the GPU's work at the end."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
@@ -288,15 +295,17 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def rounds(family: str) -> list[list[Case]]:
-    """Return the calls to time in the kernel family `family`, shuffled into `NUM_PARTS` lists."""
+    """Return `NUM_PARTS` lists of the cases in the kernel family `family`, in random order. A case
+    makes a call that is to be timed. Each round of measurements times one list."""
     mixed = list(cases(SHAPES["families"][family]))
     Random(0).shuffle(mixed)
     return [mixed[part::NUM_PARTS] for part in range(NUM_PARTS)]
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Time a call; return (its work, its kernels' microseconds, extra ones of the first call).
-    `make` makes the tensors and returns the call. `heat` makes the GPU busy before the timing."""
+    """Time a call; return (its work, microseconds of its kernels, additional time of the first
+    call). The additional time is in the host's microseconds, such as for loading a kernel. `make`
+    makes the tensors and returns the call. `heat` makes the GPU busy before the timing."""
     with torch.no_grad():
         call = make()
         first, second = (host_us(call, waits=True) for _ in range(2))
@@ -332,9 +341,10 @@ def heater() -> Callable[[], None]:
 
 
 def elapsed_us(call: Call, count: int, host_us: float) -> float:
-    """Return the GPU's microseconds per call, for `count` calls without pauses between them.
+    """Return the GPU's microseconds per call, the mean of `count` calls without pauses.
 
-    The GPU sleeps until the host, which takes at most `host_us` a call, has launched all of them.
+    The GPU first sleeps while the host launches all calls. `host_us` is the most time that the host
+    takes for a call; the length of the sleep follows from it.
     """
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -356,8 +366,9 @@ def random(
 
 
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
-    """Return the weights of `nn.NAME`, such as `LSTM`, on the GPU. Inputs and states have `hidden`
-    features. `options` are the number of layers and whether it is bidirectional."""
+    """Return the weights of `nn.NAME`, such as `LSTM`, on the GPU, as ordered by `parameters()`.
+    Inputs and states have `hidden` features. `options` are two: the number of layers, and whether
+    the network is bidirectional."""
     network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
     return [parameter.detach().to("cuda", dtype) for parameter in network.parameters()]
 
@@ -379,8 +390,10 @@ WORDS: dict[str, Any] = {
 
 
 def cases(family: dict[str, Any]) -> Iterator[Case]:
-    """Yield cases of `family`, an entry of `shapes.json`, for each combination of its axes. Each
-    times one step of a list of calls, after the steps before it: a backward runs its forward."""
+    """Yield the calls to time of `family`, an entry of `shapes.json`, as cases. `family["axes"]`
+    has lists of values, such as of dtypes and shapes; every combination is used. `family["calls"]`
+    has sequences of calls, such as a forward and its backward. Each call is a case of its own: the
+    calls before it in its sequence run first, untimed."""
     axes = family["axes"]
     lists = [SHAPES[values] if isinstance(values, str) else values for values in axes.values()]
     for values in itertools.product(*lists):
@@ -394,10 +407,10 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
 
 
 def make_call(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
-    """Make tensors, run all but the last of `steps`, and return the last as a call to be timed.
-    `names` has the call that makes each tensor, by the tensor's name. `scope` has the objects for
-    which words in `names` and `steps` stand. In a step, `r0` is the first result of the
-    previous."""
+    """Make tensors, run all but the last of `steps`, and return the last as a call to be timed. A
+    step is a list such as `["aten.add", "x", "y"]`: a function and its arguments. `names` has, by
+    the name of a tensor, the step that makes it. `scope` has the objects for words in steps. In a
+    step, `r0` is the first result of the step before it."""
     scope = dict(scope)
     with torch.device("cuda"):
         for name, step in names.items():

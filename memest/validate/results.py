@@ -44,12 +44,13 @@ def drop_cut_line(path: Path) -> bool:
 
 
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
-    """Return the measurements that did not fail in `path`, and prepare the file for appending.
+    """Return the measurements that did not fail in the file `path`, and prepare it for appending.
 
-    With `resume`, failed runs are removed from the file, to be tried again; their logs stay.
+    A new or empty file has none. A file with results needs `resume`, which continues it. Then
+    failed runs are removed from the file, to be tried again; their logs stay.
 
     Raises:
-        PlanError: `path` cannot be written, or is no file of results, or has some without `resume`.
+        PlanError: `path` cannot be written, is no results file, or has results but `resume` is False.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,9 +62,10 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
     """Run `num_ranks` ranks, a process each, and return their reports.
 
-    `run` trains as one rank, writes its report to the path that it is given in `folder`, and does
-    not return. If a rank is out of memory, ranks without a report are left out. If a rank ends
-    without a report otherwise, the list is empty, and its log is printed.
+    `run` gets the path of a file in `folder`. It trains as one rank, writes its report to that
+    file, and does not return. If a rank is out of memory, its report is enough: ranks that write
+    none soon are left out. If no rank is out of memory and one ends without a report, the list is
+    empty. The log of that rank is printed.
     """
     if not CAN_FORK:
         raise UnsupportedError(
@@ -92,7 +93,8 @@ def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> 
 
 
 def wait_for_the_end() -> NoReturn:
-    """Keep a rank whose report is written alive until another process ends it."""
+    """Keep this process, a rank that has written its report, alive until another process ends it.
+    If the rank ended by itself, ranks that exchange data with it might hang."""
     while True:
         time.sleep(POLL_S)
 
@@ -280,14 +282,15 @@ def validate(
         device: result of `detect_device`.
         resume: continue a file that holds results, skipping those.
         timeout_s: seconds after which an experiment is ended as failed.
-        options: whether weights and data are random; None means that both are.
+        options: where weights and data are from; None: both are random.
         start: replaces `start_experiment`; None forks, or spawns where a fork is not possible.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
 
     Raises:
-        MemestError: two plans have the same label, a plan sets the key `beside`, a model is
-            unknown, every plan needs a package that is missing, or `results` cannot be used.
+        MemestError: two plans have the same label, a model is unknown, every plan needs a package
+            that is missing, or `results` cannot be used. Also raised if a plan sets `beside`, the
+            memory of other processes: a measured run is alone on its GPU.
     """
     _check(plans)
     missing = [_missing_package(plan) for plan in plans]
