@@ -50,7 +50,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     failed runs are removed from the file, to be tried again; their logs stay.
 
     Raises:
-        PlanError: `path` cannot be written, is no results file, or has results but `resume` is False.
+        PlanError: `path` cannot be written, is no results file, or has results without `resume`.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
