@@ -86,21 +86,28 @@ def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
 
 
 def is_product(c: ConvolutionShapes) -> bool:
-    """Return whether it is a matrix product: a 1 x 1 window, stride 1, one group and no padding."""
+    """Return whether convolution `c` is a matrix product. It is one if it has a 1 x 1 window,
+    stride 1, one group and no padding."""
     return c.groups == 1 and {*c.window, *c.stride} == {1} and not any(c.padding)
 
 
 def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS) -> int:
     """Return the workspace bytes of cuBLASLt (13.1) for a convolution that is a matrix product.
 
-    Only `direction` "weight" (the weight's gradient, a sum over samples and pixels) has one. The
-    GPU has `num_sms` multiprocessors. Each partial sum has an accumulator per pair of channels:
+    Only `direction` "weight" (the weight's gradient) has a workspace. This gradient is a sum over
+    samples and pixels, which is split into partial sums. A partial sum needs an accumulator of 4
+    bytes (8 in float64) for each pair of an input channel and an output channel. The number of
+    partial sums is:
 
-        channels first: one partial sum for each sample
-        channels last:  as many as fill the GPU with tiles of 128 x 128, if each sums enough
+        channels first  one for each sample
+        channels last   (thread blocks that the GPU runs at once) // (tiles of 128 x 128 channels)
 
-    Some kernels add 272 or 400 bytes. On an H100, 68 % ("forward") and 67 % ("input") are right to
-    512 B, 97 and 98 % within 512 B. "weight" is right for 83 % in NCHW, 35 % in channels-last.
+    The GPU has `num_sms` multiprocessors. In channels last, a partial sum has at least 64 terms
+    (2048 in 16 bits), and a single partial sum needs no workspace.
+
+    Evidence (H100): some kernels for "forward" and "input" take 272 or 400 bytes instead of 0. So
+    68 % ("forward") and 67 % ("input") are right to 512 B, 97 and 98 % within 512 B. "weight" is
+    right for 83 % in NCHW, 35 % in channels-last.
     """
     if direction != "weight":
         return 0
@@ -144,9 +151,10 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Return the workspace bytes of a convolution with a 3x3 window by Winograd's method.
 
     The output, or in `direction` "input" (the input's gradient) the image, is cut into tiles of 4 x
-    4 pixels. A tile and a window become 6 x 6 float32. At most 8 groups are computed at a time. C
-    and O are input and output channels of a group. N samples are padded to 16, except in
-    `direction` "weight":
+    4 pixels. `tiles` is the number of tiles of one sample. A tile and a window become 6 x 6
+    float32. At most 8 groups are computed at a time. C and O are input and output channels of a
+    group. N is the number of samples, rounded up to a multiple of 16 except in `direction`
+    "weight":
 
         36 * 4 * (tiles * N * (C + O) + C * O) * min(groups, 8)
 
@@ -188,14 +196,15 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
 
     A plane is the transform of one channel: `s * (s / 2 + 1)` complex float32. Its side s is that
     of the padded image as a power of two, at least 16. C and O are input and output channels. For
-    `direction` "forward" and "weight", planes are stored twice, and a tensor in float32:
+    `direction` "forward" and "weight", planes are stored twice. The workspace also has one tensor
+    in float32. The sum in bytes is:
 
-        forward  weight + 2 * max(C * O + N * C, N * O) planes
-        weight   output + 2 * max(C * O, N * (C + O)) planes
+        forward  4 * weight.numel() + 2 * plane_bytes * max(C * O + N * C, N * O)
+        weight   4 * output.numel() + 2 * plane_bytes * max(C * O, N * (C + O))
 
     The gradient of the input is cut into tiles of s = 32, of which up to two are stored at a time:
 
-        input    min(tiles, 2) * N * (C + O) + C * O planes
+        input    plane_bytes * (min(tiles, 2) * N * (C + O) + C * O)
 
     In channels-last, channels-first copies of input, output and weight are added. Of several
     groups, up to eight are computed at a time, each with such copies.
@@ -287,6 +296,7 @@ def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _rearranged_bytes(c: ConvolutionShapes) -> int:
-    """Return the bytes of copies of input, output and weight in another memory format."""
+    """Return the bytes of copies of input, output and weight together, with 16 bytes of pointers.
+    The copies are channels-last if the tensors are channels-first, and the reverse."""
     elements = prod(c.tensor) + prod(c.output) + prod(c.weight)
     return elements * c.dtype.itemsize + HEADER_BYTES

@@ -81,7 +81,8 @@ register("_log_softmax_backward_data", requests=copying(0, 1), layout=contiguous
 
 @registry.requests("_softmax_backward_data")
 def softmax_backward(c: KernelCall) -> Scratch:
-    """Allocations of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, and copies."""
+    """Allocations of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, contiguous copies.
+    The product and `output` are copied if they are not contiguous."""
     product = c.grad_output * c.output
     return Scratch(after=(product.nbytes, *contiguous_copy(product, c.output)))
 

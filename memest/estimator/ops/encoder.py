@@ -30,7 +30,8 @@ class Packed(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
-        """Return an empty padded tensor; allocate and free the table of row sizes on the GPU."""
+        """Return an empty tensor of `padded_shape`. On the GPU a table of sizes (3 int32 for each
+        sequence, and one more) is allocated and freed. `padding` and `output_size` are not used."""
         result = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
         _pass(4 * (3 * self.padded_shape[0] + 1))
         return result
@@ -133,9 +134,10 @@ def _pass(*sizes: int) -> None:
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Allocate what CUDA needs to find the first masked position in each row of `mask`; return the
-    tensors that stay allocated. The kernel adds a column to the mask, casts to int32 and searches.
-    The comparison needs two int64 tensors of the mask's size, one of which stays."""
+    """Allocate what CUDA needs to find the first masked position in each row of `mask`. The kernel
+    appends a column to the mask, casts the result to int32, and searches each row. Then it makes
+    two int64 tensors of the mask's size, and frees the second. Return the tensors that stay
+    allocated: (int64 tensor of the mask's size, appended column, position found in each row)."""
     batch, steps = mask.shape
     column = _bytes(batch)
     wider_mask = _bytes(batch * (steps + 1))
@@ -154,7 +156,8 @@ def _attention(
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run `native_multi_head_attention_cuda`; return (output, attention weights). The weights are
-    None without `need_weights` and for a `Packed` query."""
+    None without `need_weights` and for a `Packed` query. Queries, keys and values are all computed
+    from `query`. So `key`, `value`, `embed_dim` and `mask_type` are not used."""
     x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     batch, steps, width = x.shape
     head = width // num_heads

@@ -78,9 +78,10 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
 
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
-    """Return the bytes of cuFFT's workspace for `batch` transforms between `n` real points and `n
-    // 2 + 1` complex ones, `item` bytes each. `kind` is "rfft" (from real) or "irfft" (to real),
-    and ends in " by strides" if their dimension is not contiguous."""
+    """Return the bytes of cuFFT's workspace for `batch` transforms between real and complex
+    numbers. A transform has `n` real points and n // 2 + 1 complex points. `item` is the bytes of a
+    complex number, 8 or 16. `kind` is "rfft" (from real) or "irfft" (to real). It ends in
+    " by strides" if the transformed dimension is not contiguous."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
     if share and share in "-hg":
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch
@@ -127,7 +128,9 @@ def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
 
 def _copy_bytes(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     """Return the bytes of a contiguous copy of `tensor` for transforms of `dims`; 0 if a view is
-    enough. `_exec_fft` sorts the other dimensions by `strides` and merges them into one."""
+    enough. `strides` are those of `tensor`, or of its contiguous clone if cuFFT gets the clone.
+    `_exec_fft` sorts the dimensions outside `dims` by these strides, and merges them into one. A
+    view is enough if one stride fits the merged dimension."""
     transformed = {dim % tensor.dim() for dim in dims}
     batch_dims = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
                   if i not in transformed and n != 1]  # fmt: skip
@@ -163,7 +166,9 @@ def forward(c: KernelCall) -> Events:
 
 @requests("_fft_c2r")
 def to_real(c: KernelCall) -> Events:
-    """Allocations of `_fft_c2r`: workspace, copy of the input, which cuFFT overwrites."""
+    """Allocations of `_fft_c2r`: result, clone of the input, contiguous copy, workspace. cuFFT
+    overwrites its input, so it gets the clone. A contiguous copy of the clone is made if
+    `_copy_bytes` is not 0."""
     strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
     copy_bytes = _copy_bytes(c.self, strides, c.dim)
     kind = "irfft" + " by strides" * (not copy_bytes and strides[c.dim[-1]] != 1)

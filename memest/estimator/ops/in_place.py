@@ -32,10 +32,11 @@ def in_nodes(
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
     """Return a rule for an operator that autograd, without a dispatch mode, runs in place.
 
-    The rule gets an operator and its arguments, and returns both as they are to run. They change
-    while an autograd node named in `nodes` (separated by blanks) runs. The new operator is
-    `instead` or, if None, the in-place overload; `more` arguments follow. `is_possible(*args)`
-    returns whether the call can run in place; None means always.
+    The rule gets an operator and its arguments, and returns (operator, arguments) to run instead.
+    It changes a call only while an autograd node named in `nodes` (separated by blanks) runs. The
+    new operator is `instead`, or the in-place overload if `instead` is None. The new arguments are
+    those of the call, followed by `more`. `is_possible(*args)` returns whether the call can run in
+    place; if it is None, every call can.
     """
     names = nodes.split()
 
@@ -52,11 +53,13 @@ def in_nodes(
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Return the operator and arguments by which autograd adds two gradients: (`aten.add_`, args)
-    if it adds in place, else (func, args). `InputBuffer` adds in place if the first one is dense
-    and has no other owner (`can_accumulate_inplace`). Sums within the gradient of a Cholesky
-    decomposition and within the second gradient of a convolution are out of place. Left out: the
-    sum of two gradients of one matrix (`cholesky_backward`)."""
+    """Return (operator, arguments) by which autograd adds two gradients, the tensors in `args`. The
+    operator is `aten.add_` if autograd adds in place, else `func`, which is `aten.add`.
+    `InputBuffer` adds in place if the first gradient is dense and has no other owner
+    (`can_accumulate_inplace`). Sums within the gradient of a Cholesky decomposition and within the
+    second gradient of a convolution are out of place. Left out: autograd may add a second gradient
+    of the decomposed matrix while `cholesky_backward` runs. This sum counts as out of place, too.
+    """
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
     node = torch._C._current_autograd_node()
@@ -78,7 +81,8 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """Return the numbers of references to (`tensor`, its storage), with those of this call."""
+    """Return (number of references to `tensor`, number of references to its storage). References
+    that this function itself makes are counted, too."""
     storage = tensor.untyped_storage()
     storage_owners = torch._C._storage_Use_Count(storage._cdata)
     return tensor._use_count(), storage_owners  # type: ignore[attr-defined]

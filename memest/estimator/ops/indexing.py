@@ -151,7 +151,9 @@ def _sorted_gradient(
 ) -> Events:
     """Return the allocations of an embedding's gradient: sorted indices, runs of equal ones, sums.
     The `num_indices` rows of `grad` are added in partial sums to the `num_rows` rows of the weight.
-    The number of runs is an upper bound. `copies` are the bytes of contiguous copies."""
+    The number of runs of equal indices is unknown. Its upper bound is taken: the smaller of
+    `num_indices` and `num_rows`. `copies` has the bytes of contiguous copies of arguments, such as
+    `grad`; () if no argument is copied."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
@@ -234,11 +236,12 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     shaped_by=lambda args: (),
 )
 def masked_scatter_backward(c: KernelCall) -> Events:
-    """Allocations of `masked_scatter_backward`: the selected gradient, and zeros that fill `out`.
+    """Allocations of `masked_scatter_backward`: the selected gradient, and zeros that follow it.
 
-    In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
-    entries (one int64 for each of its dimensions) and gathers. If the mask is unknown, the whole
-    source is assumed to be used.
+    The result is the gradient of the source. Zeros are appended if the mask has fewer true entries
+    than the source has elements. In TensorAdvancedIndexing.cpp `masked_select` expands the mask,
+    finds the positions of its true entries (one int64 for each of its dimensions) and gathers. If
+    the mask is unknown, the whole source is assumed to be used.
     """
     grad, mask, size = c.grad_output, c.mask.expand(c.grad_output.shape), c.out.numel()
     num_selected = size
@@ -269,11 +272,14 @@ def index_put(c: KernelCall) -> Scratch | Events:
 def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     """Return the allocations of `index_put` with `accumulate`, at the tensors `indices`.
 
-    Of `index_put_with_sort_kernel` (Indexing.cu): each index is checked against both bounds, except
-    in the backward of `index` (`unsafe`). Linear indices follow (`computeLinearIndex`). Each index
-    on the GPU takes a remainder and a product with its stride. For an index on the host, the
-    product is computed there and copied. Then come contiguous values, sorted indices, original
-    positions and their range. The sort uses as many bits as the largest row number needs.
+    `index_put_with_sort_kernel` (Indexing.cu) allocates in this order:
+
+    1. Checks of each index on the GPU against both bounds, unless `unsafe` (backward of
+       `index`).
+    2. Linear indices (`computeLinearIndex`). Each index on the GPU takes a remainder and a
+       product with its stride. For an index on the host, the product is computed there and copied.
+    3. Contiguous values, sorted indices, original positions, a range of positions, and a sort.
+       The sort uses as many bits as the largest row number needs.
     """
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
@@ -305,8 +311,9 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
 
     `mode` runs the conversions. `expandTensors` of native/IndexingUtils.h calls `nonzero` for each
     mask. `masked_select` becomes `index` by the mask (cuda/IndexKernel.cpp). If values accumulate,
-    host indices stay there: `_sorted_events` copies their products. A call is unchanged if it needs
-    no conversion or writes one number through a mask (`canDispatchToMaskedFill`).
+    an index on the host is not copied here. CUDA multiplies it by its stride on the host and copies
+    the product (`_sorted_events`). A call is unchanged if it needs no conversion or writes one
+    number through a mask (`canDispatchToMaskedFill`).
     """
     is_select = func is aten.masked_select.default
     source, indices = args[0], args[1]
@@ -403,7 +410,7 @@ register("masked_select", shaped_by=lambda args: args[1:])
 @registry.above_autograd("one_hot")
 def one_hot(next_kernel: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
     """Scatter ones into zeros, as CUDA does; on meta torch would compare instead (Onehot.cpp). A
-    `num_classes` of -1 is the largest class + 1. Without classes, `next_kernel` runs."""
+    `num_classes` of -1 is the largest class + 1. If `classes` is empty, `next_kernel` runs."""
     if not classes.numel():
         return next_kernel(classes, num_classes)
     if num_classes == -1:

@@ -255,8 +255,8 @@ op(
 
 
 def _lu(a: _Matrices) -> Events:
-    """Return the allocations of LU decompositions: one matrix by cuSOLVER, several small ones by
-    batched cuBLAS. Other shapes have no workspace, as torch is built without MAGMA."""
+    """Return the allocations of LU decompositions: one square matrix by cuSOLVER, or several small
+    ones by batched cuBLAS. Matrices that are not square, and batches of larger ones, have none."""
     if a.m != a.n:
         return []
     if not a.is_single:
@@ -303,8 +303,9 @@ def lu(c: KernelCall) -> Events:
 
 
 def _rows(a: _Matrices) -> Events:
-    """Return the allocations that turn LU's pivots into a row permutation. They are int64 row
-    numbers of one matrix, and for a batch their copies for each matrix."""
+    """Return the allocations that turn LU's pivots into a row permutation. A single matrix needs
+    one tensor: an int64 number for each row. A batch also needs a copy of this tensor for each
+    matrix."""
     row, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(row) if a.is_single else temporaries(row, rows, -row, -rows)
 
@@ -316,8 +317,9 @@ _row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].n
 
 @_measured("linalg_eig")
 def eig(c: KernelCall) -> Events:
-    """Allocations of `linalg_eig`: a check for finite numbers, and results that are copied. They
-    are computed in temporaries first."""
+    """Allocations of `linalg_eig`: a check for finite numbers, temporary results, the results.
+    cuSOLVER writes eigenvalues and vectors into temporaries. They are copied into the results,
+    which are allocated after cuSOLVER's workspace is freed."""
     a, (values, vectors) = _shape(c.self), (part.nbytes for part in c.out)
     marks = c.self.numel()
     finite_check = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
@@ -338,7 +340,8 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Return events of cuSOLVER's `geev`: column-major copy, and a workspace exact to 512 bytes."""
+    """Return the events of cuSOLVER's `geev`: a column-major copy if n > 1, then a workspace. The
+    computed size of the workspace differs from the measured one by at most 512 bytes."""
     n = a.n
     work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
     if n <= 128:
@@ -431,7 +434,8 @@ def matrix_exp(a: Tensor) -> Tensor:
     """Run `linalg_matrix_exp` as `mexp` of LinearAlgebra.cpp, with the polynomial of degree 18.
 
     On a GPU the host reads norms and groups the matrices by the degree that each needs. Here all
-    have the highest. One squaring is assumed; the powers computed before it take more memory.
+    matrices have the highest degree, and one squaring is assumed. More squarings would not raise
+    the peak. The peak comes earlier, from the powers that the polynomial needs.
     """
     n = a.shape[-1]
     if n <= 1:
@@ -487,9 +491,10 @@ def geqrf_bytes(n: int, item: int) -> int:
 def eigh_bytes(n: int, item: int, batch: int) -> int:
     """Return the workspace bytes of one call of the eigenvalue solver that torch selects.
 
-    The `batch` matrices are n x n, with numbers of `item` bytes. The solver is Jacobi's in float32
-    for 32 to 512 columns, except for a batch with 32. Otherwise it is divide and conquer; one call
-    takes all matrices if they have at most 32 columns.
+    The `batch` matrices are n x n, with numbers of `item` bytes. Jacobi's method solves float32
+    matrices of 33 to 512 columns, and a single float32 matrix of 32 columns. Divide and conquer
+    solves all others. One call of it takes the whole batch if n is at most 32, and one matrix
+    otherwise.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)
@@ -518,6 +523,7 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Return cuSOLVER's workspace bytes of a Cholesky decomposition of n x n, upper or lower."""
+    """Return cuSOLVER's workspace bytes of a Cholesky decomposition of an n x n matrix. The bytes
+    are the same in float32 and float64, and differ for an upper and a lower factor."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)

@@ -167,9 +167,11 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd writes a product, difference or quotient of both tensors into `left`.
-    It does if the backward is not recorded and the result has the shape of `left`. It has another
-    shape for a `pos_weight` with a target of more dimensions."""
+    """Return whether autograd writes the result of `left` and `right` into `left`. The operation is
+    a product, difference or quotient in the gradient of a binary cross-entropy with logits. `right`
+    is a tensor or a number. Autograd writes into `left` if the backward is not recorded and the
+    result has the shape of `left`. The shapes differ, for example, if `left` is a `pos_weight` of
+    shape (C,) and the target has shape (N, C)."""
     if torch.is_grad_enabled():
         return False
     if not isinstance(right, Tensor):
@@ -199,7 +201,8 @@ def _goes_to_cudnn(
 ) -> bool:
     """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`). It takes
     float32 log probabilities `batch` (steps, samples, classes) and 1-d int32 `targets` on the host.
-    All input `lengths` must equal the steps; `target_lengths` are at most that, and below 256."""
+    All input `lengths` must equal the number of steps. No target length may exceed the number of
+    steps or 255."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(
         size < 256 and size <= len(batch) for size in target_lengths
@@ -212,10 +215,10 @@ def ctc_loss(
     next_kernel: Next, log_probs: Tensor, targets: Tensor, lengths: list[int],
     target_lengths: list[int], blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own, not `next_kernel`.
+    """Run `_cudnn_ctc_loss` if CUDA would, else `_ctc_loss`, which is torch's own kernel.
 
-    `reduction` is 0 (none), 1 (mean) or 2 (sum). For `zero_infinity`, LossCTC.cpp makes a zero
-    before it compares the losses with infinity.
+    `next_kernel` is not called. `reduction` is 0 (none), 1 (mean) or 2 (sum). For `zero_infinity`,
+    LossCTC.cpp makes a zero before it compares the losses with infinity.
     """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     options: Any = {"dtype": batch.dtype, "device": "cuda"}

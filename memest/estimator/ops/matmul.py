@@ -181,7 +181,8 @@ def scaled_product(c: KernelCall) -> Tensor:
 
 
 def _of_dtype(product: Product, c: KernelCall) -> Tensor:
-    """Return the meta result of a product with argument `out_dtype`: `out`, resized, if given."""
+    """Return the meta result of a product with argument `out_dtype`. If the call has an argument
+    `out`, the result is `out`, resized. Otherwise it is a new tensor."""
     left, right = _factors(product, c.args)
     shape = (*left.shape[:-1], right.shape[-1])
     if "out" in c:
@@ -238,9 +239,13 @@ def cublas_settings(
 ) -> CublasSettings:
     """Return the cuBLAS settings of a process with environment variables `environment`.
 
-    `capability` is the GPU's. CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG`
-    (pools of KiB), `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since
-    2.15, `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
+    `capability` is the GPU's. These variables are read, as in CublasHandlePool.cpp and Blas.cpp:
+
+        CUBLAS_WORKSPACE_CONFIG           handle's workspace, such as `:4096:2` for 2 * 4096 KiB
+        CUBLASLT_WORKSPACE_SIZE           KiB of cuBLASLt's workspace
+        TORCH_CUBLASLT_UNIFIED_WORKSPACE  0 or 1: cuBLASLt uses the handle's (1 from torch 2.12)
+        TORCH_CUBLAS_WORKSPACE_CACHE      1: workspaces stay allocated (read from torch 2.15 on)
+        DISABLE_ADDMM_CUDA_LT             1: `addmm` does not call cuBLASLt
 
     >>> from memest.estimator.versions import known
     >>> release = known("2.11")
@@ -380,8 +385,10 @@ def _matrix_has_unit_stride(tensor: Tensor) -> bool:
 
 
 def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
-    """Return whether cuBLAS reads the batch without a copy: `prepare_batch_matrix_for_cublas`.
-    `fast` is the dimension (1 or 2) that is contiguous when the factor needs no transposition."""
+    """Return whether cuBLAS reads `tensor`, a batch of matrices, without a copy. The rule is that
+    of `prepare_batch_matrix_for_cublas`. `fast` is the dimension that is contiguous if cuBLAS reads
+    the matrices untransposed. It is 2 in most products, for which torch swaps the two factors. It
+    is 1 if the factors are not swapped."""
     sizes, strides, leading = tensor.shape, tensor.stride(), 3 - fast
     if strides[fast] == 1 and strides[leading] >= max(1, sizes[fast]):
         return True

@@ -76,8 +76,8 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 
 def _is_workspace_known(c: KernelCall) -> bool:
-    """Return whether the workspace was measured: NCHW, or not float64 on compute capability 9.0. In
-    channels-last it was measured for float16 and float32 on that capability alone."""
+    """Return whether the workspace is known: none in NCHW, measured in channels-last on capability
+    9.0. In channels-last only float16 and float32 were measured."""
     is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
     return is_measured or not _is_channels_last(c.input)
 
@@ -89,7 +89,8 @@ def _has_no_gaps(c: KernelCall) -> bool:
 
 @registry.requests("cudnn_batch_norm", modelled=_is_workspace_known)
 def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
-    """Allocations of `cudnn_batch_norm`: in channels-last training, partial sums and flags. Other
+    """Allocations of `cudnn_batch_norm`: in channels-last training, partial sums and flags. A block
+    of rows has two float32 sums for each channel, and a flag of 4 bytes for each 64 channels. Other
     calls allocate nothing but the outputs."""
     if not c.training or not _is_channels_last(c.input):
         return Scratch()
@@ -121,9 +122,10 @@ def _takes_rows(tensor: Tensor) -> bool:
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     """Return (bytes of partial sums, bytes of semaphores), by which thread blocks combine their
-    sums. A block of rows has `sums_per_channel` float32 sums for each channel, and a group of
-    channels one semaphore. Return () if channels are not contiguous, or for fewer than 8 blocks
-    (`flexible_launch_configs`)."""
+    sums. The rows of a channel are split among several thread blocks. Each thread block writes
+    `sums_per_channel` float32 sums for each of its channels. All thread blocks of the same channels
+    share a semaphore of 4 bytes. Return () if channels are not contiguous, or if fewer than 8
+    thread blocks share a channel (`flexible_launch_configs`)."""
     if not _takes_rows(tensor):
         return ()
     channels = tensor.shape[1]
@@ -180,10 +182,11 @@ ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 
 @registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
 def norm_backward(c: KernelCall) -> Events:
-    """Allocations of a layer or RMS norm's backward: copies, gradients, sums of many narrow rows.
-    For more than 65,536 narrow rows, `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu)
-    writes a partial sum per block of rows. Their `sum(0)` replaces the gradient that was allocated
-    for weight or bias."""
+    """Allocations of a layer or RMS norm's backward: copies, gradients, sums of many narrow rows. A
+    row is narrow below 32 * (num_sms // 2) elements, which is 2112 on an H100. For more than 65,536
+    narrow rows, `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) writes a partial sum per
+    block of rows. The `sum(0)` of the partial sums replaces the gradient that was allocated for
+    weight or bias."""
     width = prod(c.normalized_shape)
     weights = {1: c.weight, 2: c.get("bias")}
     params = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
@@ -225,7 +228,9 @@ def group_norm(c: KernelCall) -> Scratch:
 @registry.requests("native_group_norm_backward")
 def group_norm_backward(c: KernelCall) -> Scratch:
     """Allocations of `native_group_norm_backward`: two sums per channel, three factors. In
-    group_norm_kernel.cu, `ds`, `db`, `c1` (with a weight) have N * C elements, others N * G."""
+    group_norm_kernel.cu, the sums `ds` and `db` have N * C elements each. The factors `c2` and `c3`
+    have N * G elements each, for G groups. The factor `c1` has N * C elements, and is absent
+    without a weight. If a channel has one element, `ds`, `db` and `c1` are absent."""
     accumulator = accumulator_bytes_of(c.input.dtype)
     per_channel, per_group = c.N * c.C * accumulator, c.N * c.group * accumulator
     factors = [per_group, per_group] if c.output_mask[0] else []
