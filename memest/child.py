@@ -100,8 +100,8 @@ class Child:
         return status
 
     def send(self, number: int) -> None:
-        """Send signal `number` if it runs; not on Windows, where the console sends Ctrl-C
-        itself."""
+        """Send signal `number` to the process if the process runs. Do nothing on Windows, where the
+        console itself sends Ctrl-C to the process."""
         if self.poll() is None and sys.platform != "win32":
             os.kill(self.pid, number)
 

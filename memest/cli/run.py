@@ -226,9 +226,15 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
-    """Run `memest run` with `arguments` in the environment `python`; None means the active one.
-    Return the exit code. Return None if the script has to run in this process, since there is no
-    other environment or it cannot be used."""
+    """Run `memest run` with `arguments` under the interpreter `python`, and return its exit code.
+
+    `python` can also be the folder of a virtual environment, which has the interpreter. If `python`
+    is None, the interpreter is that of the virtual environment in the variable VIRTUAL_ENV.
+
+    Return None if the script has to run in this process. This is so if the interpreter belongs to
+    the environment that runs memest. If `python` is None, it is also so if VIRTUAL_ENV is not set
+    or its environment cannot be used.
+    """
     if python is not None:
         return run_elsewhere(python, arguments)
     environment = active_environment()

@@ -401,10 +401,14 @@ class DeviceThread:
     """Patch of torch's backward, with which autograd nodes run in the same order as on a GPU. This
     order decides which tensors are alive at once.
 
-    Autograd runs nodes by number, the highest first. On a GPU, a thread of its own numbers the
-    nodes that are made in a backward. Without a GPU, the calling thread numbers them, so the class
-    renumbers them. `at_end(outputs)` is called after a backward of `outputs`. `line()` returns the
-    running line of the script.
+    Autograd gives each node a sequence number, and runs the node with the highest number first.
+    Each thread has its own counter for these numbers. On a GPU, a backward runs in autograd's
+    device thread. So nodes that are made in a backward, as with `create_graph=True`, get numbers of
+    that thread's counter. Without a GPU, a backward runs in the calling thread, and all nodes get
+    numbers of one counter. The class therefore gives nodes the numbers that they have on a GPU.
+
+    `at_end(outputs)` is called after a backward of `outputs`. `line()` returns the running line of
+    the script.
     """
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
@@ -457,10 +461,15 @@ class DeviceThread:
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
         """Give the autograd nodes that computed `tensors` the numbers that they have on a GPU.
 
-        A node with number `first` or more was made in the last backward. Its new number continues
-        the count of nodes made in backwards before. An earlier node was made outside of backwards.
-        Its new number counts only nodes made outside of backwards. `RENUMBERED` is added to each
-        new number. A node that has a new number keeps it.
+        On a GPU there are two counts: one of the nodes made in backwards, one of all other nodes.
+
+        - A node with number `first` or more was made in the last backward. Its new number is its
+          place in the count of nodes made in backwards.
+        - A node with a lower number was made outside of backwards. Its new number is its place in
+          the count of all other nodes.
+
+        `RENUMBERED`, an offset of 2**40, is added to each new number. It marks renumbered nodes,
+        since numbers of torch do not reach it. A node that is already marked keeps its number.
         """
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()

@@ -122,7 +122,13 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Run the optimizer's step; after a step's last micro-batch, record the memory."""
+        """Step the optimizer, then record the memory.
+
+        Lightning calls this method once per training step, for the last micro-batch. With DeepSpeed
+        it calls this method for every micro-batch; the memory is recorded for the last one only.
+        `args` and `kwargs` are Lightning's arguments, and are passed on unchanged. One of them is
+        the closure that runs the forward and the backward of the micro-batch.
+        """
         super().optimizer_step(*args, **kwargs)
         if self._task.job.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)

@@ -55,10 +55,14 @@ class ProbedTrainer(Trainer):
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return a step's micro-batches and number of items, as transformers does. transformers
-        moves all micro-batches of a step to `device` before the first one runs. A simulation may
-        run only some of them. The other `num_ahead` micro-batches are also moved to `device`, where
-        they take memory."""
+        """Return (list of a step's micro-batches, number of items in them), as transformers does.
+        transformers loads all micro-batches of a step to the GPU before the first one runs.
+
+        A simulated plan can have fewer micro-batches per step than the user's plan. The list has
+        only the `num_batches` micro-batches that the simulation runs. `num_ahead` of `Job` is the
+        number of micro-batches left out. As many micro-batches are moved to `device` in addition,
+        where they take memory.
+        """
         result = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]

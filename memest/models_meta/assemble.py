@@ -128,11 +128,14 @@ def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
 
 
 def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
-    """Return tokens per sample: the plan's (the longest, if they change), or a default by modality,
-    cut to the model's positions.
+    """Return the tokens per sample that the plan gives, or else a default.
+
+    The plan gives `seq_len`, or `lengths` if the length changes between micro-batches. The result
+    for `lengths` is the longest of them. The default depends on the model's modality, such as text.
+    The default is cut to the maximal number of tokens of the model.
 
     Raises:
-        PlanError: the plan's length is more than the model's positions.
+        PlanError: the plan gives more tokens than the maximal number of the model.
     """
     positions = build.num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
@@ -188,8 +191,10 @@ def apply_lora(
     """Put the plan's LoRA adapters on the targets of `model`, freeze everything else, and return
     the `PeftModel`.
 
-    peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`). Adapter layers cast their input
-    to fp32 and cast their sum back. A later cast of the model to 16 bits also casts the adapters.
+    peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`). An adapter layer casts its input
+    to fp32 for the adapter. It adds the adapter's output to the output of the base layer, and casts
+    the sum to the dtype of the base layer's output. A later cast of the model to 16 bits also casts
+    the adapters.
 
     Args:
         model: quantised or not.

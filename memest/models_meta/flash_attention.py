@@ -59,10 +59,16 @@ def _backward_on_meta(
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """Return the workspace of the backward kernel, an empty fp32 meta tensor. The real kernel
-    writes the sum of `grad_out` * `out` for each query and head to it. Its shape is (B, H, L
-    rounded up to 128), or (H, N + 128 * T) if `cu_seqlens` has the bounds of T texts packed into a
-    row. The real kernel also fills `grad_query`, `grad_key` and `grad_value`. `softmax_lse` and
-    `deterministic` are unused."""
+    writes the sum of `grad_out` * `out` for each query and head to the workspace.
+
+    Without `cu_seqlens`, `query` is (B, L, H, width), with L queries in each of B rows and H heads.
+    The workspace is then (B, H, L rounded up to 128). With `cu_seqlens`, which has the bounds of T
+    texts packed into a row, `query` is (N, H, width), with the N queries of all texts. The
+    workspace is then (H, N + 128 * T).
+
+    The real kernel also fills `grad_query`, `grad_key` and `grad_value`. `softmax_lse` and
+    `deterministic` are unused.
+    """
     if cu_seqlens is not None:
         N, H = query.shape[:2]
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))

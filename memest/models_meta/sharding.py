@@ -26,7 +26,8 @@ except ImportError:  # torch 2.5
 class States:
     """Parameters, gradients and optimizer state of a sharded model, for counting their bytes.
 
-    Create it between steps: while FSDP2 has gathered a layer, other parameters are in its place.
+    Create a `States` between steps. Within a step, FSDP2 gathers the parameters of a layer. The
+    layer's module then has full parameters in place of shards, and their full size would count.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:

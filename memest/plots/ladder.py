@@ -173,7 +173,9 @@ def _fitting(texts: Sequence[str], size: float, min_size: float, *, bold: bool =
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
     """Return the limit of the report's own GPU, in GiB, if the run is out of memory there; else
     None. The limit is from the verdict on this GPU. Without this verdict, it is the limit of this
-    GPU in `layout.gpus`. If the GPU is missing there, it is the least of `layout.lines`."""
+    GPU in `layout.gpus`. If this GPU is not in `layout.gpus`, it is the lowest of `layout.lines`,
+    or None if that list is empty. `layout.lines` has the limits that the chart shows as lines, in
+    GiB."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:

@@ -176,9 +176,13 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
 def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
-    """Draw the line of `limit_bytes`, with its name on the side of the chart that has lower bars.
+    """Draw a line at `limit_bytes`, with a text such as `usable on T4: 14.6 GiB`. The text is on
+    the side of the chart that has lower bars. The GPU's name in the text is that of `report`. If
+    the plan of `report` has a `memory_limit`, the text has the word `capped`.
+
     `tops` are the heights of the bars in bytes. If `is_far`, the limit is too far above the bars
-    for a line, so only the name is written, at the upper edge."""
+    for a line, so only the text is written, at the upper edge.
+    """
     suffix = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{suffix}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

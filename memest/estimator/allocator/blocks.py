@@ -114,17 +114,17 @@ class AddressSpace:
     - On several GPUs (`ranges_stay`) ranges stay mapped. The hole of a freed segment then serves
       only requests that fit into it alone, without the free room next to it. This describes the
       order of addresses best (15 % of pairs wrong in 55 recordings of four GPUs, else 20 %).
-    - The context has a range with `CONTEXT_ROOM` free, and below it `FIRST_BYTES` in another one,
-      with `FIRST_ROOM` free.
+    - The driver maps two ranges when it creates the context. The upper range has `CONTEXT_ROOM`
+      free. In the lower range the driver uses `FIRST_BYTES`, and `FIRST_ROOM` is free.
 
     Measured on an H100 with torch 2.11.0+cu130, from the holes after each of 45 operators:
 
     - The first kernel takes `CODE_BYTES`. The driver then maps `LATER_BYTES` in a new range and
       leaves `LATER_ROOM` free. It frees `FIRST_BYTES`, which are free for segments from then on.
-    - A handle of cuBLAS takes `HANDLE_BYTES`, the first also `LIBRARY_BYTES`, a later one
-      `CODE_BYTES`. Recorded scripts have a space of `LIBRARY_BYTES` between segments; what takes
-      it was not found. Of the sizes 2 and 12 MiB for this space, 12 MiB gives the order of
-      addresses of 60 recordings best.
+    - Each handle of cuBLAS takes `HANDLE_BYTES`. The first handle takes `LIBRARY_BYTES` in
+      addition. Each later handle takes `CODE_BYTES` in addition. Recorded scripts have a space of
+      `LIBRARY_BYTES` between segments; what takes it was not found. Of the sizes 2 and 12 MiB for
+      this space, 12 MiB gives the order of addresses of 60 recordings best.
 
     Only the order of addresses matters here, and only between blocks of one size. Left out are
     kernels that are loaded later, libraries other than cuBLAS, and gaps that freed weights in host
@@ -227,8 +227,10 @@ class AddressSpace:
         return _Hole(address, span, address)
 
     def _unmap(self, range_at: int) -> None:
-        """Unmap the range at `range_at`. If a kernel has run, its addresses become a gap for new
-        ranges, merged with adjacent gaps; those of the driver's first range never do."""
+        """Unmap the range at `range_at`. The addresses of the range become a gap for new ranges,
+        merged with adjacent gaps. There are two exceptions, in which no gap is made. One is a range
+        that is unmapped before the first kernel. The other is the range in which the driver uses
+        `FIRST_BYTES`."""
         begin, end = range_at, self._range_ends.pop(range_at)
         del self._num_segments[range_at]
         if range_at == self._first or not self._has_kernels:

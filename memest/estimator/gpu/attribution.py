@@ -193,8 +193,11 @@ class LiveModules:
 
 
 class Attribution:
-    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line. Its
-    `label` methods correct kind and module of storages in the table of `memory`."""
+    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line.
+
+    The `label` methods correct what `memory.storages`, the table of all storages, has about a
+    tensor. They set the kind, such as gradient, and add the module if it is missing.
+    """
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines

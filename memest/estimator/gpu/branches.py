@@ -39,11 +39,19 @@ class WaitingLoops:
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
-        """Return the value of the unknown condition that the script is reading: `guess` or its
-        opposite. The condition of a loop gets `guess` for `ROUNDS` rounds. Then it gets the
-        opposite, which ends the loop, and `notes` gets a note. Any other condition gets `guess`, or
-        the opposite in the second (or any even) round of a counted loop. If the code raises at once
-        on that value, and not on the other one, the condition gets the other one."""
+        """Return a value for the unknown condition that the script is reading: `guess` or its
+        opposite. A loop here is a `while` loop that can end only by its condition.
+
+        - The condition of a loop gets `guess` for `ROUNDS` rounds. Then it gets the opposite, which
+          ends the loop, and `notes` gets a note.
+        - A condition in the body of a loop, or in a function that the body calls, gets `guess` in
+          the first round. In the second round it gets the opposite, so that the other branch of an
+          `if` runs too. In later rounds `guess` and the opposite alternate.
+        - A condition outside of loops gets `guess`.
+
+        The last two rules have an exception, for a condition such as that of an `assert`. If the
+        code raises at once on the value, and not on the opposite, the condition gets the opposite.
+        """
         frame, loop = _read_now()
         if frame is None:
             return guess

@@ -75,7 +75,9 @@ class KernelCalls:
         self._threads_with_handle: set[str] = set()
 
     def key_of(self, op: Op, args: Any, kwargs: Any) -> Any:
-        """Return the key of a call in the cache `recipes`; None if no recipe of `op` is cached."""
+        """Return the key of a call in the cache `recipes`. Return None if no call of `op` has been
+        cached so far, whatever its shapes. Return None also for a call that has no key, such as one
+        with a sparse tensor."""
         if id(op.func) not in self._repeatable:
             return None
         try:
@@ -151,10 +153,17 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield the events of `recipe`, except tried workspaces (`TRIED`). An event is (bytes,
-        position of the output). Bytes None mean the output's own size, and negative bytes a free.
-        Position None or `OLDEST` means a temporary. At the recipe's first call, also allocate and
-        free the tried workspaces, as `cudnn.benchmark` does."""
+        """Yield the events of `recipe`, except tried workspaces (`TRIED`). At the recipe's first
+        call, also allocate and free the tried workspaces, as `cudnn.benchmark` does.
+
+        An event is a pair (bytes, position of the output), such as:
+
+            (512, None)     allocate a temporary of 512 bytes
+            (-512, None)    free the latest temporary of 512 bytes
+            (-512, OLDEST)  free the oldest temporary of 512 bytes
+            (512, 0)        allocate the first output, with 512 bytes
+            (None, 0)       allocate the first output, with the bytes of its storage
+        """
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False

@@ -31,7 +31,10 @@ IN_CHILD = (
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
     """Patch `multiprocessing`: the child process of the simulated `rank` runs in this process.
 
-    Other child processes have no GPU and can get tensors without data; `note(text)` reports them.
+    Processes of other ranks do not run. A child process that is not a rank is started, without a
+    GPU. Such a process can get tensors without data. When it starts, `note(text)` is called to
+    report the process. Processes that torch or `multiprocessing` starts for itself, such as the
+    workers of a data loader, are not reported.
     """
     ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
 

@@ -43,7 +43,8 @@ class Mailbox:
         """Messages for which a GPU operator waits: their files, the other rank, the line."""
 
     def open(self) -> None:
-        """Create the folder, if it is absent. This process removes it with the mailbox."""
+        """Create the folder of messages, unless this mailbox already has one. The process that has
+        created the folder removes it when the mailbox is deleted, or else when the process ends."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="memest-ranks-"))
             weakref.finalize(self, _remove, str(self._folder), os.getpid())
@@ -71,8 +72,13 @@ class Mailbox:
     def fetch(self, key: object, source: int) -> Any:
         """Return the next message under `key`, from rank `source`; None if its value is unknown.
 
-        If `source` is simulated at the same time, wait for the message. If the message is never
-        posted, raise `PeerEnded` after a call of `meet(source)`, and return None without that call.
+        A message that was posted is returned at once. Otherwise there are three cases:
+
+        - This rank has called `meet(source)`. Wait until `source` posts the message or ends.
+        - `source` is simulated at the same time, without a call of `meet`. Wait for the message.
+          Return None if `source` ends without posting it. Return None also in a deadlock, in which
+          `source` itself waits for a message that was not posted.
+        - `source` is not simulated at the same time. Return None, without waiting.
 
         Raises:
             PeerEnded: `meet(source)` was called, and `source` has ended without the message.

@@ -119,7 +119,8 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
     def after(module: ModuleType) -> None:
         def graph(model: nn.Module, args: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-            """Call the model as if traced; return an empty graph, for `SummaryWriter.add_graph`."""
+            """Call `model` with `args` as often as a trace calls it. Return (graph, run metadata)
+            for `SummaryWriter.add_graph`. Both are empty protocol buffers."""
             with module._set_model_to_eval(model):
                 trace(model, args)
             return module.GraphDef(), module.RunMetadata()
@@ -139,10 +140,13 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` with `inputs` as often as `torch.jit.trace` calls it. `inputs` is a tuple, or a
-    dict by name. `func` is called once, and with `checks` four times more on copies of the inputs.
-    The outputs of the last three calls are kept until the last one ends. If `func` is a module, so
-    is the first copy of the inputs (torch/jit/_trace.py, 2.11)."""
+    """Call `func` with `inputs` as often as `torch.jit.trace` calls it (torch/jit/_trace.py, 2.11).
+    `inputs` is a tuple, or a dict by name.
+
+    Without `checks`, `func` is called once. With `checks`, four calls without gradients follow.
+    Each of the four calls has its own copy of the inputs. The outputs of calls 3 to 5 are kept
+    until call 5 has ended. If `func` is a module, the inputs of call 2 are also kept until then.
+    """
 
     clone: Any = _trace._clone_inputs
 

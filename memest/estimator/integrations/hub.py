@@ -46,7 +46,12 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
     """Return a replacement of `HfApi`'s method `name`, which calls `note(text)` and uploads
-    nothing. It returns `module`'s object for a commit or a new repository, else None."""
+    nothing. `module` is `huggingface_hub.hf_api`.
+
+    The result of the replacement depends on `name`. For `create_repo` it is a `RepoUrl` of
+    `module`. For a method of `_COMMITS`, such as `upload_file`, it is a `CommitInfo` of `module`.
+    For any other method it is None. With `run_as_future=True`, the result is in a `Future`.
+    """
 
     def call(api: Any, *args: Any, **kwargs: Any) -> Any:
         note(NOT_SENT)

@@ -239,11 +239,17 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Return `args` with all host tensors on device `meta`, if one of them is already there. A host
-    tensor without data is on `meta`. C++ compares the devices of all tensors before it decomposes
-    `op`, and refuses a mix of `cpu` and `meta`. So a tensor with data is replaced by one without
-    data. Integer tensors, which are lengths, keep their data except in `take_along_dim`. In `istft`
-    only the window is replaced."""
+    """Return `args` with host tensors moved to device `meta`, if one of them is already there.
+    Integer tensors are not moved.
+
+    A host tensor on `meta` has no data, and a host tensor on `cpu` has data. C++ compares devices
+    before it decomposes `op`, and refuses a mix of `cpu` and `meta`. So a tensor with data is
+    replaced by one without data.
+
+    Integer tensors are lengths, such as those of `ctc_loss`. C++ takes lengths on `cpu`, and reads
+    their values. In `take_along_dim` integer tensors are indices, and are replaced too. In `istft`
+    only the window is replaced.
+    """
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
     if first is None:
         return args

@@ -496,9 +496,13 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(next_kernel: Next, *args: Any) -> Any:
     """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.
-    `_convolution_double_backward` of native/Convolution.cpp calls `contiguous()` if `is_cuda()`.
-    Left out: C++ does so for some inputs of these convolutions too. Here the convolution itself
-    copies its input, which is later."""
+
+    The double backward consists of several convolutions (`_convolution_double_backward` of
+    native/Convolution.cpp). For a GPU tensor (`is_cuda()`), C++ calls `contiguous()` for the weight
+    of such a convolution. `in_double_backward` does the same. C++ also calls `contiguous()` for the
+    input of some of the convolutions. This call is left out. Instead the convolution itself copies
+    the input, which is later than in C++.
+    """
     with setting(INSIDE, "double_backward", True):
         return next_kernel(*args)
 

@@ -157,9 +157,15 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
-    They are address, size and first block of each split, and the split of each block. `blocks` is
-    the number of thread blocks that copy one row of all splits. A row is one index of the
-    dimensions before the split dimension. A block copies 2048 bytes of a split.
+    The indices are these numbers of 8 bytes:
+
+    - four for each split: address in the output, address in the input, bytes in one row, number of
+      the first thread block;
+    - one for the number of all blocks;
+    - one for each block: the number of the split that the block copies.
+
+    `blocks` is the number of thread blocks that copy one row of all splits. A row is one index of
+    the dimensions before the split dimension. A block copies 2048 bytes of a split.
 
     The blocks of all rows can exceed two waves of the GPU by a factor f. Then a block copies about
     sqrt(f) rows, and about sqrt(f) times the bytes of each row.

@@ -129,8 +129,13 @@ class Plan:
 
 @cache
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return (JSON text of its device properties for cuDNN, figures of thread block clusters) of a
-    GPU, by its name `gpu`. None stands for an unknown GPU, () for unknown figures."""
+    """Return (JSON text, cluster figures) of the GPU named `gpu`; None for an unknown GPU.
+
+    The JSON text has the GPU's device properties, in cuDNN's format. The cluster figures are 40
+    integers about thread block clusters, or () if they are unknown. The last 16 integers are the
+    numbers of clusters of 1 to 16 blocks that fit the GPU. cuDNN reads the figures to choose
+    convolution kernels on Hopper.
+    """
     entries = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
     if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
@@ -167,7 +172,12 @@ def _folders() -> Iterator[Path]:
 
 
 def _has_cublaslt(folder: Path) -> bool:
-    """Load cuBLASLt from near `folder`, cuDNN's; return False if missing: cuDNN would abort."""
+    """Load cuBLASLt, and return whether that succeeded. Without cuBLASLt, cuDNN would abort.
+
+    `folder` is the folder of the cuDNN library. The search for cuBLASLt begins in `folder`. It goes
+    on in the folders `cu13/lib` and `cublas/lib` of NVIDIA's packages, then in the system's folders
+    of libraries.
+    """
     folders = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
     names = [str(path) for root in folders for path in sorted(root.glob("libcublasLt.so.1?"))]
     for name in (*names, "libcublasLt.so.13", "libcublasLt.so.12"):

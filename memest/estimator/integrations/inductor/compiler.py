@@ -197,7 +197,9 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @contextmanager
     def with_constants_on_the_gpu() -> Iterator[Any]:
-        """Create a graph's constants on the virtual GPU within the block."""
+        """Create a graph's constants on the virtual GPU within the block. Replace torch's
+        `unset_fake_temporarily`, and yield the same as it: the `FakeTensorMode` that is turned off
+        within the block, or None if none was on."""
         with unset_fake() as fake_mode, mode, _Puts():  # type: ignore[no-untyped-call]
             yield fake_mode
 

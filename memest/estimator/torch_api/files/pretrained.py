@@ -123,10 +123,13 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the result of transformers' `get_dtype(*args, **kwargs)`, which has the dtype in which
-    to load a model. `get_dtype` may read the dtype from the first file in `checkpoint_files`. If
-    this is `NoWeights`, `get_dtype` gets a `state_dict` with one empty tensor of the default
-    dtype."""
+    """Return the result of transformers' `get_dtype(*args, **kwargs)`: a tuple of the config and
+    the dtype in which to load the model. Older releases of transformers add a third element.
+
+    `get_dtype` has an argument `checkpoint_files`, and may read the dtype from the first file in
+    that list. The first file can be a `NoWeights`, which cannot be read. Then, if there is no
+    `state_dict`, `get_dtype` gets one with an empty tensor of the default dtype to read instead.
+    """
     bound_args = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = bound_args.arguments["checkpoint_files"]
     if bound_args.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
