@@ -107,9 +107,11 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Results of a plan by the names of GPUs: verdicts, step times, and errors with the GPUs that
-    `failed`. `scenarios` and `results`, their replays, are those of the first chip. A chip is a
-    kind of GPU: compute capability and number of multiprocessors."""
+    """Results of a plan on several GPUs. `verdicts` and `times` have the results by the GPU's name.
+    `failed` maps the text of an error to the names of the GPUs on which it occurs. A scenario is
+    the run of one rank, with an assumed time of deferred frees. `scenarios` are those of the first
+    chip, and `results` their replays on each of its GPUs. A chip is a kind of GPU: compute
+    capability and number of multiprocessors."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -242,7 +244,8 @@ class Trial:
 
     @cached_property
     def scenarios(self) -> list[Scenario]:
-        """Each rank's run with each assumed free timing; most reserved bytes first."""
+        """Runs of each rank, one for each assumed time of deferred frees (`FreeTiming`). The run
+        with the most reserved bytes comes first."""
         from memest.estimator.replay.scenarios import scenarios_of
 
         return scenarios_of(self._plan, self.traced)

@@ -62,9 +62,10 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def _state_after(words: Array, steps: int) -> Array:
-    """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step is linear
-    over bits, and its matrix is a root of its characteristic polynomial. So the result is a sum of
-    states: those after k steps, for each exponent k of t^steps modulo this polynomial."""
+    """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step
+    multiplies the bits of the state by a matrix, which is a root of its characteristic polynomial.
+    Let r be the remainder of t^`steps` divided by this polynomial. Then the result is the sum (xor)
+    of the states after k steps, for each term t^k of r."""
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
     blocks = [words]
@@ -177,8 +178,10 @@ class Launch:
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
-        """Return the words of all numbers, and each number's index among its words. The words are
-        four arrays with an item per number. A 64-bit number has a pair, and its index."""
+        """Return (Philox words of all numbers, part of each number). The words are four arrays;
+        item i of each array is a 32-bit word for number i. A 32-bit number is one of its four
+        words, and its part is the index of the word. A 64-bit number is made of two words. Its part
+        is 0 for the first two words and 1 for the last two."""
         item = np.arange(self.count, dtype=np.uint64)
         turn, thread = np.divmod(item, np.uint64(self.num_threads))
         round_, part = np.divmod(turn, np.uint64(self.per_draw))
@@ -195,7 +198,8 @@ def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
     """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`), in
-    float64 if `is_double`, else float32. `part` is each number's index among its Philox `words`."""
+    float64 if `is_double`, else float32. `part` is the index of each number's word among its four
+    Philox `words`; in float64, the index of its pair of words."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -233,11 +237,12 @@ class CudaRng:
         self.of_script: dict[int, GpuGenerator] = {}  # generators that the script created, by `id`
 
     def draw(
-        self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, odds: Any = None
+        self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, probs: Any = None
     ) -> Tensor | None:
         """Advance the generator by one random operator, and return the drawn numbers. Return None
         if they are not computed: too many, no rule for their distribution, or unknown arguments.
-        `out` is the meta result; `odds` the value of the first argument, or None."""
+        `out` is the meta result. `probs` are the values of the first argument of `multinomial`;
+        None if unknown, and for other operators."""
         handle = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(handle, "_cdata", 0), self.default)
         result: Tensor = out[0] if isinstance(out, tuple | list) else out
@@ -251,7 +256,7 @@ class CudaRng:
             generator.offset += increase
             return None
         if name == "multinomial":
-            return self._draw_indices(generator, call, odds)
+            return self._draw_indices(generator, call, probs)
         low, high = _range(func, args, result.dtype) if name in _OF_INTEGERS else (0, 1)
         is_double = result.dtype == torch.float64
         takes_two = (is_double and name not in _DROPOUTS) or high - low >= _WIDE
@@ -274,39 +279,41 @@ class CudaRng:
         shaped = numbers.view([result.size(d) for d in order])
         return shaped.permute([order.index(d) for d in range(result.dim())])
 
-    def _draw_indices(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
-        """Advance `generator` by call `c` of `multinomial`; return the drawn indices. `odds` are
+    def _draw_indices(self, generator: GpuGenerator, c: KernelCall, probs: Any) -> Tensor | None:
+        """Advance `generator` by call `c` of `multinomial`; return the drawn indices. `probs` are
         the probabilities. Return None if they are unknown (None) or the draw is not computed."""
         tensor: Tensor = c.self
         num_samples: int = c.num_samples
         rows = tensor.numel() // tensor.size(-1)
         if c.replacement and num_samples > 1:
-            index = _pick(generator, odds, num_samples) if odds is not None and rows == 1 else None
+            index = (
+                _pick(generator, probs, num_samples) if probs is not None and rows == 1 else None
+            )
             generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
             return index
         plan = launch(tensor.numel(), self.gpu, 2 if tensor.dtype == torch.float64 else DRAWS)
-        words, part = plan.words(generator) if odds is not None else ([], None)
+        words, part = plan.words(generator) if probs is not None else ([], None)
         generator.offset += plan.offset
-        if odds is None or part is None or tensor.dtype == torch.float64:
+        if probs is None or part is None or tensor.dtype == torch.float64:
             return None
         noise = torch.from_numpy(_exponential(words, part, False)).to(tensor.dtype)
-        quotients: Tensor = odds / noise.view(odds.shape)
+        quotients: Tensor = probs / noise.view(probs.shape)
         if num_samples == 1:
             return quotients.argmax(-1, keepdim=True)
         return quotients.topk(num_samples).indices
 
 
-def _pick(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
+def _pick(generator: GpuGenerator, probs: Tensor, num_samples: int) -> Tensor | None:
     """Return `num_samples` indices drawn with replacement: uniform numbers searched in cumulative
-    sums of the probabilities `odds`. None for too many samples, or if `odds` are not float32."""
-    if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
+    sums of the probabilities `probs`. None for too many samples, or if `probs` are not float32."""
+    if num_samples > MAX_NUMEL or probs.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
     counter = np.full(num_samples, generator.offset // DRAWS, dtype=np.uint64)
     words = philox(generator.seed, thread, counter)
     uniforms = torch.from_numpy(_uniform(words, np.zeros(num_samples, np.int64), False))
-    row = odds.reshape(-1)
-    return torch.searchsorted((row / row.sum()).cumsum(0), uniforms).view(*odds.shape[:-1], -1)
+    row = probs.reshape(-1)
+    return torch.searchsorted((row / row.sum()).cumsum(0), uniforms).view(*probs.shape[:-1], -1)
 
 
 def _uniform_of(
@@ -471,7 +478,8 @@ def multinomial(c: KernelCall) -> Events:
     """Allocations of `multinomial` (native/Distributions.cpp): checks, then quotients. Results of
     the checks (largest and smallest probability, sum of each row) stay allocated. Then
     probabilities are divided by exponential noise. For several samples, `topk` also allocates
-    values. Several samples with replacement need probabilities and cumulative sums instead."""
+    values. Several samples with replacement need no checks and no quotients. They need three
+    tensors of the size of the probabilities, such as the cumulative sums."""
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
         scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
@@ -539,7 +547,7 @@ def dropout(next_kernel: Next, x: Tensor, p: float, train: bool) -> Tensor:
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
     """Return the argument of `normal_`, without torch's meta kernel, which runs a dozen operators.
-    That kernel runs only for arguments that it refuses, to raise torch's error."""
+    For arguments that torch refuses, the meta kernel runs and raises torch's error."""
     tensor: Tensor = c.self
     if tensor.is_floating_point() and c.std >= 0:
         return tensor

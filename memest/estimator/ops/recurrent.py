@@ -117,8 +117,9 @@ def uses_static_algorithm(layers: Layers) -> bool:
 
 
 def reserve_bytes(layers: Layers) -> int:
-    """Return the bytes of cuDNN's reserve space, which training saves for the backward. It has a
-    part per layer, outputs of all layers except the last, and with dropout a bit per output."""
+    """Return the bytes of cuDNN's reserve space, which training saves for the backward. For each
+    row, a layer saves `_KEPT` vectors of the hidden size, such as gates. Each layer except the last
+    also saves its outputs and, with dropout, a bit mask."""
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
     layer_rows = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
@@ -132,7 +133,9 @@ def reserve_bytes(layers: Layers) -> int:
 
 
 def _common_bytes(layers: Layers) -> int:
-    """Return bytes that each workspace has: rearranged weights, products, sequence lengths."""
+    """Return the bytes that forward and backward workspaces have in common. These are the
+    rearranged weights, 8 MiB for the matrix products of each layer and direction, and the sequence
+    lengths unless packed."""
     h, d, num = layers.hidden_size, layers.directions, layers.num_layers
     out, lengths = layers.proj_size or h, 0 if layers.is_packed else 8 * layers.batch
     widths = layers.input_size + (num - 1) * out * d + num * out  # columns of one direction
@@ -192,7 +195,8 @@ def _chunk(layers: Layers) -> int:
 
 def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
     """Return the bytes of the workspace that a call of cuDNN requests: a forward or, if
-    `is_backward`, a backward. In training, a call by its own algorithm requests enough for both."""
+    `is_backward`, a backward. In training, a call requests the larger of a forward's and a
+    backward's workspace. Both sizes are those of the algorithm that this call runs."""
     is_persistent = uses_small_algorithm(layers, forward=not is_backward)
     is_persistent |= uses_static_algorithm(layers)
     forward = _forward_bytes(layers, is_persistent)
@@ -233,7 +237,8 @@ def _layers(call: KernelCall) -> Layers:
 
 
 def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
-    """Return `x` with the dimension of steps first, as cuDNN reads it; None if `x` is None."""
+    """Return `x` with the dimension of steps first, as cuDNN reads it; None if `x` is None. In `x`
+    the steps come second if `call.batch_first` is set and the sequences are not packed."""
     return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 

@@ -44,7 +44,8 @@ HALVES = (torch.float16, torch.bfloat16)
 class Reduction:
     """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
     Reduced dimensions, whose output stride is 0, come first; then the smallest strides do. A thread
-    loads `input_vector` elements of `input_bytes` at once, from `offset` in the storage on."""
+    loads `input_vector` elements of `input_bytes` at once. The first element of the input is
+    element number `offset` of its storage."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]
@@ -156,38 +157,41 @@ def _iterated(
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Return (width, height) of a block of threads: along the fastest dimension, of `dim0`
-    elements, and the next, of `dim1` (`set_block_dimension`). A thread has `vector` outputs."""
+    """Return (width, height) of a block of threads, as `set_block_dimension`. The width is along
+    the fastest dimension, which has `dim0` elements. The height is along the next dimension, which
+    has `dim1` elements. A thread computes `vector` outputs."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
     return min(pow0, limit // height), height
 
 
-def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
-    """Return (bytes of the buffer of partial results, bytes of semaphores) of a reduction; () if
+def staging_bytes(r: Reduction, gpu: Gpu) -> tuple[int, ...]:
+    """Return (bytes of the buffer of partial results, bytes of semaphores) of reduction `r`; () if
     one block of threads reduces each output.
 
-    With C blocks per output, G blocks of outputs, block width W and V outputs per thread:
+    C thread blocks share an output, and G groups of C blocks compute all outputs. A block is W
+    threads wide, and a thread computes V outputs. A partial result takes `accumulator_bytes`:
 
-        staging = accumulator * outputs * C * (1 if threads of a row reduce else W * V)
+        staging = accumulator_bytes * num_outputs * C          if a reduced dimension is the fastest
+        staging = accumulator_bytes * num_outputs * C * W * V  otherwise
         semaphores = 4 * G
 
     C > 1 only where threads would add 256 values or more and the outputs do not fill the GPU.
     """
-    num_outputs = dims.num_outputs
-    num_inputs = prod(dims.shape) // max(1, num_outputs)
-    reduced, ndim = dims.num_reduced, len(dims.shape)
-    along_row = reduced == ndim or dims.input_strides[0] < dims.input_strides[reduced]
+    num_outputs = r.num_outputs
+    num_inputs = prod(r.shape) // max(1, num_outputs)
+    reduced, ndim = r.num_reduced, len(r.shape)
+    along_row = reduced == ndim or r.input_strides[0] < r.input_strides[reduced]
     dim0, dim1 = (num_inputs, num_outputs) if along_row else (num_outputs, num_inputs)
-    stride = dims.input_strides[0 if along_row else reduced] if ndim else dims.input_bytes
+    stride = r.input_strides[0 if along_row else reduced] if ndim else r.input_bytes
     vector = 1
-    if stride == dims.input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
-        dim0 //= dims.input_vector
-    elif stride == dims.input_bytes and not along_row:
-        strides = (s // dims.input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
+    if stride == r.input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
+        dim0 //= r.input_vector
+    elif stride == r.input_bytes and not along_row:
+        strides = (s // r.input_bytes for d, s in enumerate(r.input_strides) if d != reduced)
         # `get_output_vec_size`
-        vector = gcd(VECTOR_SIZE, dims.offset, dims.shape[reduced], *strides)
+        vector = gcd(VECTOR_SIZE, r.offset, r.shape[reduced], *strides)
         dim0 //= vector
     width, height = _block(dim0, dim1, vector)
     step_input, step_output = (width, 1) if along_row else (1, width)
@@ -206,7 +210,7 @@ def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
     if ctas <= 1:
         return ()
     partial_sums = num_outputs * ctas * (1 if along_row else width * vector)
-    return dims.accumulator_bytes * partial_sums, 4 * grid
+    return r.accumulator_bytes * partial_sums, 4 * grid
 
 
 def reduce_bytes(
@@ -216,10 +220,10 @@ def reduce_bytes(
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the bytes of each temporary of `gpu_reduce_kernel` over `dims` (all if empty).
 
-    `dtype`, as which `tensor` is read, is its own by default; `out_dtype` and `accumulator_bytes`
-    follow from `dtype` by default. A thread loads `input_vector` values at once. Inputs that need
-    64-bit indices run in pieces, of which the largest counts. Then 16-bit outputs also have a
-    buffer of running sums.
+    The kernel reads `tensor` as `dtype` and writes `out_dtype`. By default, `dtype` is that of
+    `tensor`, `out_dtype` is `dtype`, and `accumulator_bytes` is the size of `dtype`. A thread loads
+    `input_vector` values at once. Inputs that need 64-bit indices run in pieces, of which the
+    largest counts. If there are several pieces, 16-bit outputs also have a buffer of running sums.
     """
     if tensor.numel() == 0:
         return ()
@@ -403,7 +407,8 @@ register(
 
 
 class _Product(torch.autograd.Function):
-    """Autograd node of `prod`, which `run` computes. Its backward assumes that no element is 0."""
+    """Autograd node of `prod`. Its forward calls the function `run`, which returns the product. Its
+    backward assumes that no element is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
@@ -434,8 +439,8 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(next_kernel: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod` with the gradient of `_Product` for elements other than 0 (FunctionsManual.cpp).
-    Without a gradient or under `torch.func`, run torch's `next_kernel`."""
+    """Run `prod`. If there is a gradient, `_Product` computes it and assumes that no element is 0
+    (FunctionsManual.cpp). Without a gradient or under `torch.func`, run torch's `next_kernel`."""
     if not has_gradient(x) or torch._C._are_functorch_transforms_active():
         return next_kernel(x, *args, **kwargs)
 

@@ -81,8 +81,9 @@ _NOT_IMPLEMENTED = "not implemented for"
 
 @dataclass(eq=False)
 class Op:
-    """One operator overload: its properties, and the rules that its module in `ops/` registered (or
-    None). The mode finds it by identity, since torch computes an operator's hash in Python."""
+    """One operator overload: its properties, and the rules that its module in `ops/` registered.
+    The field of a rule that is not registered is None. `op_of` finds an overload by its `id`, since
+    torch computes its hash in Python, which is slow."""
 
     func: Any
     requests: RequestRule | None = None  # temporaries, or all requests in their order

@@ -59,13 +59,15 @@ op(
 
 
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
-    """Return the bytes of each temporary of `sort`.
+    """Return the bytes of each temporary of `sort`. A view with gaps is copied first.
 
-    Slices of up to 4096 elements along `dim` need an int64 range of positions. A single longer one
-    also needs the storage of a radix sort. From 2 to 127 of them are sorted together by key, then
-    by slice. The first of these two sorts needs most: two int64 arrays, sorted keys and storage.
-    From 128 long slices on, a range and the storage of a segmented sort are needed. A view with
-    gaps is copied first.
+    Slices of up to 4096 elements along `dim` need an int64 range of positions. Longer slices need:
+
+        1 slice      a range of positions, storage of a radix sort
+        2 to 127     two int64 arrays, sorted keys, storage of a radix sort
+        128 or more  a range of positions, storage of a segmented sort
+
+    From 2 to 127 slices are sorted by key, then by slice. Only the larger first sort counts.
     """
     count, length = _slices(tensor, dim)
     if length <= 1:
@@ -97,10 +99,12 @@ def _has_gaps(tensor: Tensor) -> bool:
 def topk(c: KernelCall) -> Events:
     """Allocations of `topk` (TensorTopK.cu): a contiguous input, and counters (`mbtopk`).
 
-    Many blocks search a large slice and share the counters::
+    Many blocks search a large slice and share the counters, which are allocated in this order::
 
-        per slice  the k-th value, its pattern and how many are sought (8 B each), 256 counts of 4 B
-        per block  256 counts of 2 B, then two counts of 4 B, each summed by a scan
+        per slice  the k-th value; its bits found so far, and the number still sought (8 B each)
+        per block  256 counts of 2 B
+        per slice  256 counts of 4 B
+        per block  two counts of 4 B, each summed by a scan
 
     Evidence: exact on an H100 for 1 to 64 slices of 32,000 to a million elements.
     """
@@ -141,7 +145,8 @@ def cumsum(c: KernelCall) -> Scratch:
     """Allocations of `cumsum` (ScanKernels.cpp): a cast input; for a single row, a scan.
 
     Deterministic algorithms run `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats: one
-    sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
+    sum for each of up to `num_sms` blocks. A block has 512 threads (256 for elements of 8 bytes,
+    128 for 16), and a thread adds 16 values.
     """
     dtype = c.out.dtype
     cast, is_row = _scanned(c, dtype)
@@ -245,10 +250,10 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
-    """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows. On
-    that GPU elements have 4 or 8 bytes or are bool; with a `dim`, all rows were measured.
-    `unique_consecutive` also takes 1 and 2 bytes. Evidence (CUDA 13.0), every request exact: 196
-    calls of up to a million elements on an H100, 504 of up to 100,000 rows on an H200."""
+    """Return whether allocations were measured: capability 9.0, and a `dim` or elements of 4 or 8
+    bytes. Bool was measured, too, and for `unique_consecutive` elements of 1 and 2 bytes. With a
+    `dim`, all dtypes count as measured. Evidence (CUDA 13.0), every request exact: 196 calls of up
+    to a million elements on an H100, 504 of up to 100,000 rows on an H200."""
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)
     sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
@@ -287,7 +292,7 @@ def unique_consecutive(c: KernelCall) -> Events:
 
 def _unique(c: KernelCall, positions_bytes: int) -> Events:
     """Return the allocations of `compute_unique`; results have room for all values, as if none were
-    equal. For the inverse, a temporary with each value's position has `positions_bytes`."""
+    equal. For the inverse, a temporary of `positions_bytes` has the positions of all values."""
     count = c.self.numel()
     row = count * INDEX_BYTES
     has_counts = c.out[2].numel() > 0

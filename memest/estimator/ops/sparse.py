@@ -84,7 +84,8 @@ def _become(tensor: Tensor, other: Tensor) -> Tensor:
 def _on_host(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
 ) -> Tensor:
-    """Return a sparse tensor on the host. Unknown values are 1, unknown indices the first ones."""
+    """Return a sparse tensor on the host. Unknown values are 1. Unknown indices are the first
+    positions of the tensor in row-major order, such as (0, 0), (0, 1), (0, 2)."""
     with torch._C._DisableTorchDispatch():
         if is_meta(indices):
             order = torch.arange(indices.size(1), device=CPU)
@@ -204,8 +205,8 @@ def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
 
 @on_sparse("add_.Tensor")
 def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Add `alpha * other` to `tensor` in place. Its entries are appended to those of a sparse
-    `tensor`, and added to the elements of a dense one."""
+    """Add `alpha * other` to `tensor` in place, for a sparse `other`. Entries of `other` are
+    appended to the entries of a sparse `tensor`, and added to the elements of a dense `tensor`."""
     if is_sparse(tensor):
         return _become(tensor, _concatenate(mode, tensor, other, alpha))
     return _add_to_dense(mode, tensor, other)

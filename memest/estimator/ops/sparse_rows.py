@@ -119,7 +119,8 @@ def _assembled(
 
 
 def _width(mode: SimMode, indices: Tensor, default: int) -> int:
-    """Return the largest of `indices` plus 1; `default` (a square matrix) if they are unknown."""
+    """Return the largest of `indices` plus 1. If `indices` are unknown, return `default`, the other
+    size of the matrix, as if it were square."""
     known = mode.values.value_of(indices)
     if known is None:
         mode.guesses.note("the size of a sparse matrix, as square")
@@ -276,7 +277,9 @@ _in_coordinates = by_torch(aten._to_sparse.default, torch._C.DispatchKey.SparseC
 
 @on_compressed("_to_sparse")
 def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Convert to COO, which shares the values, or to the compressed layout in `kwargs`."""
+    """Convert `matrix` to COO, or to CSR or CSC if `kwargs` has such a `layout`. A COO result
+    shares the values of `matrix`; a CSR or CSC result has new values. `args` are further arguments
+    of `_to_sparse`."""
     if kwargs.get("layout") in (CSR, CSC):
         return _flipped(mode, matrix)
     result: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
@@ -378,7 +381,8 @@ def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: t
 
 
 def matrix_workspace(num_entries: int, index_bytes: int) -> int:
-    """Return workspace bytes of `cusparseSpMM` for several columns: an index per tile."""
+    """Return the workspace bytes of `cusparseSpMM` (sparse matrix by dense matrix, several
+    columns). It has an index for each tile of 24 entries of the sparse matrix, and one more."""
     return index_bytes * (ceil_div(num_entries, _MATRIX_TILE) + 1) - 1
 
 
@@ -409,7 +413,9 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
 def _sparse_addmm(
     mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `tensor + first @ second`; autocast casts operands. `factors` are not used."""
+    """Compute `tensor + first @ second` like `_addmm`, with a compressed `first` and with autocast.
+    Autocast casts all three tensors if `second` is float32. `factors` (alpha, beta) are not used.
+    """
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         tensor = second.new_zeros((first.size(0), second.size(1)))
     if not torch.is_autocast_enabled("cuda") or second.dtype is not torch.float32:
@@ -458,7 +464,8 @@ def _mv(mode: SimMode, matrix: Tensor, vector: Tensor) -> Tensor:
 def _sampled_addmm(
     mode: SimMode, matrix: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `matrix + first @ second` of dense factors at the entries of the CSR `matrix`."""
+    """Compute `matrix + first @ second` at the entries of the CSR `matrix`, for dense `first` and
+    `second`. `factors` (alpha, beta) are not used."""
     offsets, indices, values = parts_of(matrix)
     if matrix.layout is not CSR:
         raise NotImplementedError

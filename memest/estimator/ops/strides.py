@@ -48,9 +48,10 @@ def elementwise(call: KernelCall) -> Tensor:
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
-    """Return the result `out` of `func(*args)`, contiguous if all operands of a pointwise operator
-    are (`fast_set_up`). CUDA then resets strides of dimensions of size 1 (TensorIterator.cpp),
-    which torch's meta kernels keep."""
+    """Return the result `out` of the pointwise `func(*args)`, with CUDA's strides. If all operands
+    are contiguous and have the shape of `out`, CUDA makes `out` contiguous (`fast_set_up` of
+    TensorIterator.cpp). This resets strides of dimensions of size 1, which torch's meta kernels may
+    keep. In other cases, such as a number as operand, `out` is returned unchanged."""
     if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
         return out
     tensors = [arg for arg in args if isinstance(arg, Tensor)]

@@ -77,7 +77,8 @@ register(
 
 @registry.requests("upsample_bilinear2d_backward", modelled=_is_in_order)
 def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
-    """Allocations of bilinear upsampling's gradient: a copied image, unless sizes are equal."""
+    """Allocations of bilinear upsampling's gradient: a copy of `grad_output`, unless it keeps its
+    size. It is copied if not contiguous in its memory format. The result is never None."""
     return Scratch() if c.grad_output.shape == c.out.shape else _copy_of_image(c)
 
 

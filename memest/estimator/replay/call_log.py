@@ -44,7 +44,8 @@ def is_plain(op: Op) -> bool:
 @dataclass(frozen=True, slots=True)
 class Template:
     """A call (operator, arguments, results) as a nested structure, `shape`, with a mark in place of
-    each number. Integers, such as sizes, and floats are apart, in the order of the marks."""
+    each number. The numbers are in `integers` (such as sizes) and `floats`. Each of the two tuples
+    is in the order of its marks."""
 
     shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
     integers: tuple[int, ...]
@@ -90,8 +91,9 @@ class Choice:
 
 @dataclass(slots=True)
 class CallLog:
-    """Operator calls and kernel choices of one simulated run, for programs at other sizes. They
-    hold on other chips, too, unless `is_for_one_chip`: model code reads the compute capability."""
+    """Operator calls and kernel choices of one simulated run, for programs at other sizes. The log
+    also holds for other chips, unless the model's code reads the GPU's compute capability. In this
+    case, or if nothing was recorded, `is_for_one_chip` is True."""
 
     templates: list[Template] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -447,11 +449,13 @@ class Requests:
 
 
 class RequestOrder(NamedTuple):
-    """Order of the allocations and frees of one operator call, without their bytes. Copies of
-    operands and workspaces of cuBLAS follow `requests`. `is_partial`: not all are modelled."""
+    """Order of the allocations and frees of one operator call, without their bytes. After
+    `requests` come `num_copies` copies of operands, then `num_cublas` workspaces of cuBLAS.
+    `is_partial` is True if not all requests are modelled."""
 
     requests: tuple[int | tuple[int] | None, ...]
-    """Position of an allocated output, (n,) for a free of temporary n, None for a new temporary."""
+    """Items: n allocates output n, None a new temporary, and (n,) frees temporary n. For example,
+    (None, 0, (0,)) frees the first temporary after the first output was allocated."""
 
     num_copies: int  # contiguous operands of a matrix product: temporaries after the outputs
     num_cublas: int  # number of workspaces: the handle's, then cuBLASLt's
@@ -476,8 +480,9 @@ def requests_of(gpu: Gpu, template: Template, integers: Sequence[int]) -> Reques
 def _requests(
     recipe: Recipe, out: Sequence[Tensor]
 ) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
-    """Return the requests of `recipe` (the events of one call), coded as in `RequestOrder`, and the
-    bytes of each allocation. `out` has the results of the call."""
+    """Return (`requests` of `RequestOrder`, bytes of each allocation) for the events of `recipe`.
+    An item of the requests is n for an allocation of output n, None for a new temporary, or (n,)
+    for a free of temporary n. `out` has the results of the call."""
     requests: list[int | tuple[int] | None] = []
     num_bytes: list[int] = []
     temporary: list[tuple[int, int]] = []  # (ordinal, bytes)

@@ -120,7 +120,8 @@ def kind_of(storages: StorageTable, storage: int) -> str:
 
 
 def is_of_segment(action: Entry) -> bool:
-    """Return whether an action maps or unmaps GPU memory, instead of a block in a segment."""
+    """Return whether `action` gets or returns memory of the GPU, such as a segment. Other actions
+    allocate or free a block within a segment."""
     return action.action.startswith("segment")
 
 
@@ -137,9 +138,10 @@ class PhaseSpan:
 class Timeline:
     """Bytes during one step, at its start and after each of its allocations and frees (points).
 
-    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point. Most
-    is allocated at point `peak`, by the module and operator `where` ("" for the step's start).
-    `refused_bytes` is the size of the request that failed, 0 if none did.
+    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point. At
+    point `peak`, most bytes are allocated. `where` is the module and operator of the allocation at
+    this point, or "" if the peak is the step's start. `refused_bytes` is the size of the request
+    that failed, 0 if none did.
     """
 
     step: int

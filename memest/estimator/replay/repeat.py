@@ -54,7 +54,8 @@ class _Position:
 @dataclass(slots=True)
 class _Stretch:
     """Log entries (events, work, calls) that one forward or one backward made from `start` on.
-    Other fields are the increases of those of `start`."""
+    `num_ops`, `unmodelled` and `random` are the increases of these fields of `_Position` since
+    `start`."""
 
     start: _Position
     events: list[int]
@@ -78,7 +79,8 @@ class _TensorSpec:
 @dataclass(slots=True)
 class _MicroBatch:
     """Record of one micro-batch of the first step, from which later steps repeat it. Storages are
-    given by their ids: of inputs, of workspaces that are `kept`, and `held` by the loss's graph."""
+    given by their ids. `held` are storages that the graph of the loss keeps alive, in the order of
+    their frees. `kept` are workspaces that stay allocated for later steps."""
 
     forward: _Stretch
     loss: _TensorSpec

@@ -68,7 +68,8 @@ class Program:
     """A simulated run as data: its storages, and the allocator events of each phase of each step.
 
     A replay can have more steps and micro-batches than the run. Further steps repeat the last one.
-    Further micro-batches repeat the middle one of three, or the last of two without the optimizer.
+    If a step of the run has three micro-batches, further ones repeat the second. If it has two,
+    further ones repeat the second without its part of the optimizer's step.
     """
 
     storages: StorageTable
@@ -145,8 +146,10 @@ class Program:
 
 
 def find_renames(program: Program) -> None:
-    """Set `step_renames` and `micro_renames` of `program`. They map ids of live storages to the ids
-    that these take before a step or micro-batch is played again."""
+    """Set `step_renames` and `micro_renames` of `program`, which are arguments of `rename`. They
+    map the id of a storage that is still allocated to that of an equal storage that was freed.
+    `step_renames` is for the last step, if it is played again. `micro_renames` has an item for each
+    step, for its middle micro-batch."""
     alive: dict[int, None] = {}
     play(program.setup, alive, program.storages)
     program.micro_renames = []
@@ -172,9 +175,9 @@ def play(
 ) -> None:  # fmt: skip
     """Apply allocator `events` to `alive`, whose keys are the ids of allocated storages.
 
-    An event is a storage id if it allocates, else a negative number that `freed_id` decodes. A
-    collective's storages (`storages.stashed`) are freed when it returns them. With `is_immediate`
-    they are freed when their tensor is freed.
+    An event is a storage id if it allocates, else a negative number that `freed_id` decodes. If a
+    collective still uses a storage (`storages.stashed`), the storage is freed at a later event, at
+    which the collective has ended. With `is_immediate`, it is freed with its tensor.
     """
     for event in events:
         if event >= 0:
@@ -184,8 +187,10 @@ def play(
 
 
 def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
-    """Return the id of the storage that `event` frees, or -1 if it frees none. A collective's
-    storages (`stashed`) are freed when it returns them; if `is_immediate`, with their tensor."""
+    """Return the id of the storage that `event` frees, or -1 if it frees none. If a collective uses
+    a storage (`storages.stashed`), a second event frees it at the end of the use. The first event,
+    which frees its tensor, then has the result -1. With `is_immediate`, the first event frees the
+    storage, and the second has the result -1."""
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
     is_stashed = index in storages.stashed and not is_immediate
@@ -214,7 +219,8 @@ def _origin(storages: StorageTable, index: int) -> object:
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
     """The program of a plan's simulated run on one kind of GPU, with facts for the report.
-    `host_bytes` are bytes of the host. `image_size` is None for models without images."""
+    `host_bytes` is the host memory that the training needs in all ranks together, such as paged
+    optimizer state. `image_size` is None for models without images."""
 
     program: Program
     model: dict[str, Any]
@@ -263,7 +269,8 @@ class Moment:
 @dataclass(slots=True)
 class Replayed:
     """Result of a replay on one GPU: a row per phase, peaks, and the request that `failed` (or
-    None). `lacking_bytes` is the limit to which requests raised a soft limit, 0 if they did not."""
+    None). Under a soft limit, a request without room raises the limit instead of failing. Then
+    `lacking_bytes` is the raised limit. It is 0 if the limit was not raised."""
 
     rows: list[PhaseRow] = field(default_factory=list)
     peak_allocated_bytes: int = 0
@@ -297,9 +304,10 @@ def live_at(
 
 
 def rename(by_id: dict[int, Any], renames: Renames) -> None:
-    """Rename keys of `by_id`, which are storage ids, before events are played again. These allocate
-    and free the same ids as the first time. `renames` maps an id that they allocate, and that is
-    still allocated, to the id that they free."""
+    """Rename keys of `by_id`, which are storage ids, before events are played again. The events
+    have the same ids as the first time. For example, a step frees storage 7 of the step before, and
+    allocates storage 12, which the next step is to free. Before the step is played again, `renames`
+    is {12: 7}. So storage 12 becomes storage 7, and the step frees it."""
     for allocated, freed in renames.items():
         if allocated in by_id:
             by_id[freed] = by_id.pop(allocated)
@@ -566,7 +574,8 @@ class Run:
 
         `timing` decides when blocks of several streams are freed. `player` applies the events, to
         an allocator of this limit. With `is_soft`, a request without room raises the limit instead
-        of failing, unless `settings` are set or a library only tries the request.
+        of failing. The limit is not soft if the allocator's `settings` are not the defaults, or if
+        a library tries requests that may fail.
         """
         program, storages = self.program, self.program.storages
         if player is None:
