@@ -87,6 +87,14 @@ def test_a_sparse_tensor_says_where_it_lies(virtual: VirtualGpu) -> None:
     assert sparse.cpu().to_dense().shape == (3, 3)
 
 
+def test_a_dense_tensor_of_the_gpu_becomes_sparse(virtual: VirtualGpu) -> None:
+    known, unknown = torch.eye(3, device="cuda"), torch.rand(3, 4, device="cuda")
+
+    assert [known.to_sparse()._nnz(), known.to_sparse(1)._nnz()] == [3, 3]
+    assert [unknown.to_sparse()._nnz(), unknown.to_sparse(1)._nnz()] == [12, 3]
+    assert unknown.to_sparse().cpu().shape == (3, 4)
+
+
 def test_what_is_known_of_a_result_is_what_the_gpu_would_hold(virtual: VirtualGpu) -> None:
     places = torch.tensor([[0, 1, 1, 2, 1], [2, 0, 0, 1, 2]])
     sparse = torch.sparse_coo_tensor(places, torch.ones(5), (3, 3), check_invariants=False).cuda()

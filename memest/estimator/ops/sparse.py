@@ -391,7 +391,7 @@ for _names, _key in (
     # SparseTensor.cpp, TensorShape.cpp, TensorConversions.cpp, each the same for CUDA
     ("cat unsqueeze div_.Tensor _to_dense", torch._C.DispatchKey.SparseCPU),
     ("transpose.int t div_.Scalar", torch._C.DispatchKey.CompositeExplicitAutograd),
-    ("_to_sparse", torch._C.DispatchKey.CPU),
+    ("_to_sparse _to_sparse.sparse_dim", torch._C.DispatchKey.CPU),
 ):
     for _func in named(_names):
         register(_func, on_sparse=_by_torch(_func, _key))
@@ -407,8 +407,9 @@ for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "den
 
 _MADE = "_sparse_coo_tensor_with_dims_and_tensors"
 _FROM_DENSE = placement.operators(
-    f"{_MADE} _to_sparse _to_sparse_csr _to_sparse_csc _sparse_compressed_tensor_unsafe "
-    "sparse_compressed_tensor.comp_plain_value sparse_compressed_tensor.comp_plain_value_size"
+    f"{_MADE} _to_sparse _to_sparse.sparse_dim _to_sparse_csr _to_sparse_csc "
+    "_sparse_compressed_tensor_unsafe sparse_compressed_tensor.comp_plain_value "
+    "sparse_compressed_tensor.comp_plain_value_size"
 )
 _ON_HOST_TOO = placement.operators(f"{_MADE} addmm _sparse_addmm")
 _OF_EMBEDDINGS = placement.operators(f"{_MADE} _embedding_bag_backward")
