@@ -282,10 +282,10 @@ class GuessedValues:
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
         deciding = list(tensors_in((shaped_by(args),)))
-        if all(map(self._known.decides, deciding)):
-            return None
         if not any(tensor.numel() for tensor in deciding):
             return largest_result(func, args, kwargs)
+        if all(map(self._known.decides, deciding)):
+            return None
         is_guessed = all(map(self._layer.is_known, deciding))
         if is_guessed:
             result = materialise(self._layer.compute(func, args, kwargs))

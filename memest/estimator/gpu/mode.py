@@ -215,7 +215,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.run_on_gpu(func, args, kwargs)
         if on_host:
             run = self._read if op.reads_value else self.host.run_without_data
-            return run(func, args, kwargs)
+            return run(*with_number(func, args), kwargs)
         if no_place:
             if func is aten.equal.default:  # C++ checks whether a number that it made is true
                 self.guesses.note("False from torch.equal")

@@ -129,15 +129,17 @@ class KnownValues:
     # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a CPU tensor with values, shape and strides of `tensor`. None if a value is
-        unknown."""
+        """Return a CPU tensor with the values, shape and strides of `tensor`; None if unknown.
+        A tensor without elements has no unknown values."""
         if not is_meta(tensor):
             return tensor
         if self.sources:
             self.read |= self.sources.get(storage_key(tensor), 0)
         copy = self.copies.get(tensor.untyped_storage()._cdata)
         if copy is None or self._is_lost(tensor):
-            return None if self._below is None else self._below.value_of(tensor)
+            if self._below is not None:
+                return self._below.value_of(tensor)
+            return None if tensor.numel() else torch.empty_like(tensor, device=CPU)
         empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -151,7 +153,7 @@ class KnownValues:
             return True
         if storage_key(tensor) in self.copies and not self._is_lost(tensor):
             return True
-        return self._below is not None and self._below.is_known(tensor)
+        return not tensor.numel() if self._below is None else self._below.is_known(tensor)
 
     def _is_lost(self, tensor: Tensor) -> bool:
         """Return whether some element of `tensor` is unknown, although its storage has a copy."""

@@ -151,6 +151,19 @@ def test_layers_run_on_the_host(run: Callable[[], Tensor]) -> None:
         out.sum().backward()
 
 
+def test_a_number_of_the_host_fills_a_masked_weight_of_the_host() -> None:
+    """`masked_fill` of the host takes a 0-d tensor: geoopt's curvature is a parameter."""
+    with memest.virtual_gpu("h100-80gb"):
+        curvature = -nn.Parameter(torch.ones(3))
+        number = torch.zeros(())
+
+        filled = torch.masked_fill(curvature, curvature.isclose(number), number)
+        filled.masked_fill_(filled > 0, number)
+
+        assert filled.device.type == "cpu"
+        assert filled.shape == (3,)
+
+
 def test_a_backward_on_the_host_stays_there() -> None:
     """`index_backward` (FunctionsManual.cpp) makes zeros on the device of the gradient."""
     with memest.virtual_gpu("h100-80gb"):

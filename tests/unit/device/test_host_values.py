@@ -232,6 +232,18 @@ def test_values_are_read_where_the_default_device_is_the_gpu(gpu: VirtualGpu) ->
     assert (order, ones) == ([0, 1, 2, 3], [1, 1, 1, 1])
 
 
+def test_a_tensor_without_elements_has_known_values(gpu: VirtualGpu) -> None:
+    """Keras repeats segments by the product of the sizes after the first: none of a vector."""
+    sizes = torch.tensor((), device="cuda")
+    rows = torch.ones(5, device="cuda")
+
+    assert torch.prod(sizes).item() == 1.0
+    assert rows[:0].sum().item() == 0.0
+    assert not torch.empty(0, 3, device="cuda").any()
+    assert rows.repeat_interleave(torch.prod(sizes).long()).shape == (5,)
+    assert not gpu.mode.guesses.counts
+
+
 def test_the_gpu_does_not_index_a_tensor_of_the_host() -> None:
     """An H100 said so of ETSformer, whose frequencies stay on the host."""
     with memest.virtual_gpu("h100-80gb"):
