@@ -96,7 +96,7 @@ RECENT = (
 REALISTIC = (
     "fine-tunes of the sizes that recipes use on GPUs of 80 GB, on an H200",
     "2026-11-30",
-    "",
+    "batches of odd products, attention, batch norms; compiled kernels that update tensors",
 )
 """Words of the row of `field/realistic.py`: its estimates were committed before its steps ran."""
 

@@ -51,6 +51,14 @@ def test_a_function_is_compiled_in_this_environment(gpu: VirtualGpu) -> None:
     assert gpu.mode.notes.warnings == []
 
 
+def test_a_tensor_that_a_compiled_kernel_updates_is_read_and_written(gpu: VirtualGpu) -> None:
+    x = torch.zeros(1024, 1024, device="cuda")
+    made = torch.compile(lambda x: torch.relu(x @ x))(x)
+
+    fused = [work for work in gpu.mode.work.works if work.kind == "fused 4"]
+    assert [work.num_bytes for work in fused] == [2 * made.nbytes]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_the_kernels_of_a_graph_that_is_compiled_again_are_not_timed_again() -> None:
     x = torch.zeros(1024, 1024, device="cuda")

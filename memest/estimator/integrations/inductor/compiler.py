@@ -420,7 +420,9 @@ class Kernel:
         """Record a launch. The first run also allocates as Inductor's timing of configs does. It
         copies the tensors that the kernel writes, and makes a buffer that clears the L2 cache."""
         tensors = [value for value in args if isinstance(value, Tensor)]
-        self._mode.work.add(fused_work(tensors))
+        pairs = zip(tensors, self._declared.names, strict=False)
+        updated = [tensor for tensor, name in pairs if name.startswith("in_out")]
+        self._mode.work.add(fused_work([*tensors, *updated]))  # those are read and written
         outputs = [tensors[i] for i in self._declared.changes if i < len(tensors)]
         for tensor in outputs:
             self._mode.values.drop(storage_key(tensor))
@@ -457,12 +459,16 @@ class Declaration:
     is_reduction: bool = False
 
     @property
+    def names(self) -> list[str]:
+        """Names of the tensor arguments; `in_out_ptr0` is read and written (`KernelArgs`)."""
+        signature = self.triton_meta.get("signature", {})
+        return [name for name, kind in signature.items() if str(kind)[:1] == "*"]
+
+    @property
     def changes(self) -> list[int]:
         """Positions of the tensor arguments that the kernel writes."""
-        signature = self.triton_meta.get("signature", {})
-        names = [name for name, kind in signature.items() if str(kind)[:1] == "*"]
         output_names = self.inductor_meta.get("mutated_arg_names", ())
-        return [names.index(name) for name in output_names if name in names]
+        return [self.names.index(name) for name in output_names if name in self.names]
 
     @property
     def saves_memory(self) -> bool:
