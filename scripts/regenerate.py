@@ -5,12 +5,14 @@
     python scripts/regenerate.py NAMES...   # these, stale or not; --all for all
 
 validation/generated.json stores a digest of the inputs of each. Inputs are the data, the code that
-writes or draws, and memest's version. The engine is not an input: its changes would mark all.
+writes or draws, and memest's version. Docstrings and comments of the code do not count. The engine
+is not an input: its changes would mark all.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -151,8 +153,26 @@ def digest(target: Target) -> str:
     found = hashlib.sha256("\0".join(target.command).encode())
     for pattern in target.inputs:
         for path in filter(Path.is_file, sorted(ROOT.glob(pattern))):
-            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + content(path))
     return found.hexdigest()[:16]
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a file; of Python code without docstrings and comments."""
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [part for part in body if not is_text(part)]
+    return ast.unparse(tree).encode()
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether a statement is a string alone, such as a docstring."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def stale() -> list[str]:
