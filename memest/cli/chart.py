@@ -185,6 +185,9 @@ def timeline(
 ) -> None:
     """Draw memory over the events of one step, by kind.
 
+    Without `--step`, the step with the peak is drawn. With `--suite`, each plan of the suite has a
+    chart of its own.
+
     \b
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """

@@ -52,7 +52,12 @@ def validate(
 ) -> int:  # fmt: skip
     """Run plans on the installed GPU and measure their memory.
 
-    Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout.
+    Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout. Every
+    measured report is also written to the JSON Lines file `--results`.
+
+    Weights are random, or with `--weights pretrained` from the Hub or a local folder. Without
+    `--data`, the data are synthetic. Without `--snapshots`, no events of the allocator are
+    recorded.
 
     \b
     memest validate

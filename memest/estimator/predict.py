@@ -107,11 +107,12 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Results of a plan on several GPUs. `verdicts` and `times` have the results by the GPU's name.
-    `failed` maps the text of an error to the names of the GPUs on which it occurs. A scenario is
-    the run of one rank, with an assumed time of deferred frees. `scenarios` are those of the first
-    chip, and `results` their replays on each of its GPUs. A chip is a kind of GPU: compute
-    capability and number of multiprocessors."""
+    """Results of a plan on several GPUs. `verdicts` has the verdict for each GPU name. `times` has
+    the estimated time of one optimizer step for each GPU name. `failed` maps the text of an error
+    to the names of the GPUs on which it occurs. A scenario is the run of one rank, with an assumed
+    time of deferred frees. `scenarios` are those of the first chip. `results` has the replays of
+    these scenarios on each GPU of the first chip. A chip is a kind of GPU: compute capability and
+    number of multiprocessors."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -129,8 +130,11 @@ class _Results:
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
     """Return the results on all `chips`, in up to `jobs` processes. An item of `chips` has the GPUs
-    of one chip. `scenarios` are those of the first chip. If the plan fails there, the newest chip,
-    which may support more, takes its place."""
+    of one chip. The fields `scenarios` and `results` are those of the first chip.
+
+    If the plan fails on the first chip, the newest of the other chips becomes the first, since a
+    newer chip may support more. If no other chip is newer, raise the error (`MemestError`).
+    """
     first_chip, *other_chips = chips
     known: dict[int, Trial] = {}
 
@@ -257,7 +261,9 @@ class Trial:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Verdict on the run on this GPU, over all scenarios."""
+        """Verdict on the run on this GPU, from all scenarios. A scenario is the run of one rank,
+        with an assumed time of deferred frees. The verdict is `fits` if every scenario fits. It is
+        OOM if a rank fails in all its scenarios. Otherwise it is `may` (`verdict_over`)."""
         from memest.estimator.replay.scenarios import verdict_over
 
         spread = self._gpu.spread_under(self._limit, libraries_bytes(self._plan))

@@ -278,13 +278,15 @@ def validate(
 
     Args:
         plans: each with a label of its own.
-        results: a JSON Lines file.
-        device: result of `detect_device`.
+        results: path of the JSON Lines file, with one report a line.
+        device: GPU that is measured, the result of `detect_device`.
         resume: continue a file that holds results, skipping those.
-        timeout_s: seconds after which an experiment is ended as failed.
-        options: where weights and data are from; None: both are random.
+        timeout_s: seconds for each single experiment; after them, it is ended as failed.
+        options: whether weights are random or pretrained, the folder of the data set, and the
+            folder for recordings of the allocator. None: random weights, synthetic data, no
+            recordings.
         start: replaces `start_experiment`; None forks, or spawns where a fork is not possible.
-        engine: where the experiments run, as in `memest.engines`.
+        engine: where the experiments run: "local" (this machine), "ray" or "slurm".
         workers: experiments at a time; None is one per GPU.
 
     Raises:
@@ -388,7 +390,8 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
 
 
 def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
-    """Import modules of all experiments, and `plan`'s; return whether a fork can then open CUDA."""
+    """Import modules of all experiments, and `plan`'s; return whether a fork can then open CUDA.
+    `options` have no effect on the imports."""
     import transformers
 
     with _without_bitsandbytes():

@@ -111,16 +111,19 @@ class AddressSpace:
     - A range without segments is unmapped. Its addresses become a gap, which can serve a new range.
       The highest gap with room serves first. A range that is unmapped before the first kernel
       leaves no gap, since the process maps libraries at its addresses.
-    - On several GPUs (`ranges_stay`) ranges stay mapped. The hole of a freed segment then serves
-      only requests that fit into it alone, without the free room next to it. This describes the
-      order of addresses best (15 % of pairs wrong in 55 recordings of four GPUs, else 20 %).
-    - The driver maps two ranges when it creates the context. The upper range has `CONTEXT_ROOM`
-      free. In the lower range the driver uses `FIRST_BYTES`, and `FIRST_ROOM` is free.
+    - On several GPUs (`ranges_stay`) ranges stay mapped. The hole of a freed segment is then not
+      merged with adjacent holes. So two adjacent holes of 32 MiB cannot serve a segment of 64 MiB.
+      This describes the order of addresses best (15 % of pairs wrong in 55 recordings of four GPUs,
+      else 20 %).
+    - The driver maps two ranges when it creates the context. In the upper range, `CONTEXT_ROOM`
+      bytes are free for segments. In the lower range, the driver uses `FIRST_BYTES` for itself, and
+      `FIRST_ROOM` bytes are free for segments.
 
     Measured on an H100 with torch 2.11.0+cu130, from the holes after each of 45 operators:
 
-    - The first kernel takes `CODE_BYTES`. The driver then maps `LATER_BYTES` in a new range and
-      leaves `LATER_ROOM` free. It frees `FIRST_BYTES`, which are free for segments from then on.
+    - The first kernel takes `CODE_BYTES`. The driver then maps a new range: `LATER_BYTES` for
+      itself, and `LATER_ROOM` bytes that are free for segments. The driver frees the `FIRST_BYTES`
+      in the older range, which segments can use from then on.
     - Each handle of cuBLAS takes `HANDLE_BYTES`. The first handle takes `LIBRARY_BYTES` in
       addition. Each later handle takes `CODE_BYTES` in addition. Recorded scripts have a space of
       `LIBRARY_BYTES` between segments; what takes it was not found. Of the sizes 2 and 12 MiB for

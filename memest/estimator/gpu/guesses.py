@@ -141,8 +141,15 @@ MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
 def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
-    """Store a guess of the booleans `out`, the result of `func(*args)`, in `values` if unknown. A
-    selection, such as `gather`, has the value of its source if all elements there are equal."""
+    """Guess the booleans `out`, the result of `func(*args)`, and store the guess in `values`.
+
+    Do nothing if `out` is known already, or has more than `MAX_MASK` elements. The guess depends
+    on the operator `func`:
+
+        check (`PASSING_CHECKS`)      True, also if a guess of `out` is stored already
+        selection, such as `gather`   value of the source's elements if all are equal, else no guess
+        other operator                result of `guessed_comparison`, which may be no guess
+    """
     guess: bool | None = None
     if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
         guess = True

@@ -152,10 +152,16 @@ class Gpu:
         return memory + CONTEXT_RANGE_BYTES
 
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
-        """Return how many of `limit_bytes` can be missing on a real GPU of this model. The argument
-        `limit_bytes` is the limit of a simulation, which the user can choose. The least usable
-        memory is the property `limit_bytes`, minus `spread_bytes` for other drivers, minus
-        `beside_bytes` for libraries. Return 0 if the least usable memory covers the limit."""
+        """Return how many of `limit_bytes` can be missing on a real GPU of this model.
+
+        The argument `limit_bytes` is the limit of a simulation, which the user can choose. The
+        argument `beside_bytes` is memory of libraries outside the allocator. A real GPU has at
+        least this usable memory:
+
+            property `limit_bytes` - `spread_bytes` (other drivers) - argument `beside_bytes`
+
+        For example, if this is 77 GiB, a limit of 78 GiB gives 1 GiB. A limit of 76 GiB gives 0.
+        """
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
 

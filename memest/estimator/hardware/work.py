@@ -267,7 +267,9 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
 
 def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
     """Return the work of attention, of size (heads of all samples, queries, keys, head length).
-    `name` is the operator without its prefix, `values` are its arguments by name."""
+    `name` is the operator without its prefix, such as `flash_attention`. `values` are the
+    operator's arguments by name. `num_bytes` are the bytes that the kernel has to read and
+    write."""
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     size = (prod(batch), num_queries, key.shape[-2], width)
@@ -279,16 +281,22 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Return the work of a convolution with result `out`; `values` are its arguments by name.
+    """Return the work of a convolution, or of the gradients of a convolution, with result `out`.
+
+    `values` are the operator's arguments by name. `num_bytes` are the bytes that the kernel has to
+    read and write.
 
     The size of the work is a tuple. For a grouped convolution, its channels are those of one group.
 
         one group       (output positions, input positions, output channels, input channels, window)
         several groups  (the same five numbers, number of groups)
 
-    A transposed convolution counts as the convolution that it reverses. Some grouped convolutions
-    have kinds of their own: those in 1-d, with windows of one element, and depthwise ones with
-    windows above 5 x 5 (`wide`).
+    A transposed convolution counts as the convolution that it reverses. The kind of a grouped
+    convolution has further words in three cases:
+
+        one   windows of one element
+        wide  depthwise in one or two dimensions, with windows of more than 25 elements (5 x 5)
+        1d    one spatial dimension
     """
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]

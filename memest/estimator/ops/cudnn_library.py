@@ -260,11 +260,16 @@ class Library:
         return self._properties[gpu]
 
     def _write_clusters(self, descriptor: Any, text: str, clusters: Sequence[int]) -> None:
-        """Write the figures `clusters` into `descriptor`, cuDNN's descriptor of device properties.
+        """Write the integers `clusters` into `descriptor`, cuDNN's descriptor of device properties.
 
-        The memory of `descriptor` is searched for a sequence of numbers. It consists of compute
-        capability and driver version of the JSON `text`, and the numbers of one of `LAYOUTS`. The
-        figures replace the last numbers of the sequence. If it is not found, nothing is written.
+        `clusters` are 40 integers about the GPU's thread block clusters, and `text` has the GPU's
+        properties as JSON (both from `device_properties`). The memory of `descriptor` is searched
+        for this sequence of integers:
+
+            compute capability, driver version, integers of one of `LAYOUTS`
+
+        Compute capability and driver version are read from `text`. `clusters` replace the last 40
+        integers of the sequence. If the sequence is not found, nothing is written.
 
         Raises:
             CudnnError: the sequence is not found, and this release of cuDNN is a measured one.

@@ -229,7 +229,9 @@ def median(values: Tensor) -> Tensor:
 
 @registry.composed("nanmedian")
 def nanmedian(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp as if no value were NaN. The host reads an index."""
+    """Run `median_impl` of cuda/Sorting.cpp for `nanmedian`: the middle of the sorted values. The
+    code in torch counts NaN on the GPU to compute the index of the middle, which the host then
+    reads. Here no value is assumed to be NaN, so the number of values gives the index."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values
@@ -250,10 +252,19 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
-    """Return whether allocations were measured: capability 9.0, and a `dim` or elements of 4 or 8
-    bytes. Bool was measured, too, and for `unique_consecutive` elements of 1 and 2 bytes. With a
-    `dim`, all dtypes count as measured. Evidence (CUDA 13.0), every request exact: 196 calls of up
-    to a million elements on an H100, 504 of up to 100,000 rows on an H200."""
+    """Return whether allocations were measured for this dtype, with or without `dim`, on compute
+    capability 9.0.
+
+    The result is True for these dtypes:
+
+        any operator with a `dim`           all dtypes
+        `unique_consecutive` without `dim`  bool, and elements of 1, 2, 4 or 8 bytes
+        `_unique2`                          bool, and elements of 4 or 8 bytes
+
+    Without `dim`, a tensor without elements needs no compute capability 9.0. Evidence (CUDA 13.0),
+    every request exact: 196 calls of up to a million elements on an H100, 504 of up to 100,000 rows
+    on an H200.
+    """
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)
     sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
