@@ -52,12 +52,8 @@ def validate(
 ) -> int:  # fmt: skip
     """Run plans on the installed GPU and measure their memory.
 
-    Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout. Every
-    measured report is also written to the JSON Lines file `--results`.
-
-    Weights are random, or with `--weights pretrained` from the Hub or a local folder. Without
-    `--data`, the data are synthetic. Without `--snapshots`, no events of the allocator are
-    recorded.
+    Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout.
+    Pretrained weights are from the Hub or a local folder. Without `--data`, data are synthetic.
 
     \b
     memest validate

@@ -130,11 +130,9 @@ class _Results:
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
     """Return the results on all `chips`, in up to `jobs` processes. An item of `chips` has the GPUs
-    of one chip. The fields `scenarios` and `results` are those of the first chip.
-
-    If the plan fails on the first chip, the newest of the other chips becomes the first, since a
-    newer chip may support more. If no other chip is newer, raise the error (`MemestError`).
-    """
+    of one chip. The fields `scenarios` and `results` are those of the first chip. If the plan fails
+    on the first chip, the newest of the other chips becomes the first, since a newer chip may
+    support more. If no other chip is newer, raise the error (`MemestError`)."""
     first_chip, *other_chips = chips
     known: dict[int, Trial] = {}
 

@@ -35,12 +35,17 @@ _OPTIMIZERS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
     """Values of one colour in a chart of stacked bars: GiB per bar, such as the gradients of each
-    plan. `color` is a kind of memory, or another name of a part, such as `cached`. `between` is
-    memory that was freed within a phase, as in `_held`. `more` and `less` are growth and saving in
-    a waterfall chart. An empty `color` is an invisible part, on which a visible one stands."""
+    plan. Possible values of the field `color` are the kinds of memory, and these:
+
+        cached      cached memory that is not usable
+        between     memory that was freed within a phase, as in `_held`
+        need        memory that a plan needs, in a waterfall chart
+        more, less  growth and saving, in a waterfall chart
+        ""          invisible part, on which a visible part stands
+    """
 
     name: str
-    color: str  # a kind of memory, `between`, `more`, `less`, or empty for an invisible part
+    color: str  # a kind of memory, or another value of the table
     values: tuple[float, ...]  # GiB, one per category
 
 
@@ -128,7 +133,8 @@ class Lecture:
 
     def slides(self) -> list[Slide]:
         """Return all slides: an overview, five slides on one step's memory, then waterfall charts.
-        Each model has at most one waterfall chart. Last, each change in `steps` has a slide."""
+        Each model has at most one waterfall chart. Last, each item of the attribute `steps` has a
+        slide. An item is the change from an earlier experiment of the suite to a later one."""
         slides = [self._overview(), *self._build_up(), *self._waterfalls()]
         return slides + [self._slide_of(step) for step in self.steps]
 

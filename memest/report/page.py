@@ -54,9 +54,16 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
     """Return the memory blocks of `step` as JSON values, for the script of a page. `sites` is a
     list, without repetition, of the places in code that make blocks. `columns` is a string of
-    packed integers. They are each block's start, stop, index of its site, and size, then the times
-    and sizes of reserved memory. The integers are 32-bit, little-endian, compressed with zlib, in
-    base64."""
+    32-bit integers, little-endian, compressed with zlib, in base64. They are these columns, one
+    after the other:
+
+        start of each block           point of the step (see `Timeline`)
+        stop of each block            point of the step
+        site of each block            index in `sites`
+        size of each block            units of `UNIT_BYTES` (512 bytes)
+        changes of reserved memory    point of the step for each change
+        reserved memory from then on  units of `UNIT_BYTES`
+    """
     storages = recording.storages
     places: dict[tuple[Any, ...], int] = {}
     sites = []

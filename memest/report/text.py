@@ -253,8 +253,9 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 def _closed_form(report: SimulatedReport) -> list[str]:
     """Return lines that compare the MiB which a layer saves for its backward with a textbook's
-    formula. The MiB are the formula's, each difference from it, and the simulated ones, a mean over
-    layers. The formula is in `report.closed_form`; if that is None, return []."""
+    formula. The first row has the MiB by the formula. Each row in the middle has one difference
+    between simulation and formula, with its reason. The last row has the simulated MiB, a mean over
+    layers: the sum of the rows before. `report.closed_form` has the formula; if None, return []."""
     form = report.closed_form
     if form is None:
         return []

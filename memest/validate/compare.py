@@ -208,9 +208,10 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return text on the phase at which the error changes most from the phase before; "" if it
-    never does. `pairs` has a pair of rows (predicted, measured) per phase. The error is predicted
-    minus measured bytes: allocated, peak allocated or reserved."""
+    """Return text on the largest change of an error from one phase to the next; "" if no error
+    changes. `pairs` has a pair of rows (predicted, measured) per phase. An error is predicted minus
+    measured bytes. Each phase has three errors: of allocated, peak allocated and reserved bytes.
+    Each error is compared with the same error of the phase before (0 before the first phase)."""
     largest, label, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:

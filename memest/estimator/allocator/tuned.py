@@ -55,15 +55,12 @@ class Tuning:
     # --- a request
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
-        """Return the index in `pool` of the free block that serves a request of `size` bytes.
-
-        The first candidate is the block at `index`, the smallest that is large enough. If no block
-        is large enough, `index` is the pool's length. With expandable segments, a later block can
-        replace the candidate (`ExpandableSegments.best_index`). `max_split_size_mb` can exclude the
-        candidate, for example a block above that size for a request below (`_serves`). Then no
-        block serves the request. In this case, free old segments (if `collects`), and return the
-        pool's length. `is_small` is True for a pool of small blocks.
-        """
+        """Return the index in `pool` of the free block that serves a request of `size` bytes. By
+        default it is `index`, that of the smallest block that is large enough. With expandable
+        segments it can be a later block (`ExpandableSegments.best_index`). `max_split_size_mb` can
+        forbid the block, such as a block above that size for a request below (`_serves`). If no
+        block is large enough or the block is forbidden, free old segments (if `collects`), and
+        return the pool's length. `is_small` is True for a pool of small blocks."""
         if self.collects:
             self._num_searches[is_small] += 1
         if index < len(pool.keys) and self.expandable is not None:

@@ -153,11 +153,9 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield the events of `recipe` that the caller has to apply.
-
-        Workspaces that cuDNN tries (`TRIED`) are not among the yielded events. At the first call
-        of the recipe, this method itself allocates and frees the tried workspaces, as
-        `cudnn.benchmark` does. At later calls, it skips them.
+        """Yield the events of `recipe` that the caller has to apply. Workspaces that cuDNN tries
+        (`TRIED`) are not among the yielded events. At the recipe's first call, this method itself
+        allocates and frees the tried workspaces, as `cudnn.benchmark` does. Later it skips them.
 
         An event is a pair (bytes, position of the output), such as:
 

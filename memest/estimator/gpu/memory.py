@@ -299,7 +299,7 @@ class Memory:
 
     def _move(self, index: int | None, tensor: Tensor, site: Site, kind: MemKind) -> None:
         """Allocate a new block for the storage of `tensor`, then free its old block. `index` is the
-        id of the storage with the old block. It is None if the storage had no block on the GPU.
+        id of the storage with the old block, or None if the storage had no block on the GPU.
         `site` and `kind` are the origin and the use of the new block."""
         self.allocate(tensor, site, kind)
         if index is not None:

@@ -155,12 +155,10 @@ class Gpu:
         """Return how many of `limit_bytes` can be missing on a real GPU of this model.
 
         The argument `limit_bytes` is the limit of a simulation, which the user can choose. The
-        argument `beside_bytes` is memory of libraries outside the allocator. A real GPU has at
-        least this usable memory:
-
-            property `limit_bytes` - `spread_bytes` (other drivers) - argument `beside_bytes`
-
-        For example, if this is 77 GiB, a limit of 78 GiB gives 1 GiB. A limit of 76 GiB gives 0.
+        argument `beside_bytes` is memory of libraries outside the allocator. The least usable
+        memory is the property `limit_bytes` minus `spread_bytes` (other drivers) and minus
+        `beside_bytes`. For example, let the least usable memory be 77 GiB. Then the result is 1 GiB
+        for a limit of 78 GiB, and 0 for a limit of 76 GiB.
         """
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)

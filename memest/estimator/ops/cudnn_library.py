@@ -264,12 +264,9 @@ class Library:
 
         `clusters` are 40 integers about the GPU's thread block clusters, and `text` has the GPU's
         properties as JSON (both from `device_properties`). The memory of `descriptor` is searched
-        for this sequence of integers:
-
-            compute capability, driver version, integers of one of `LAYOUTS`
-
-        Compute capability and driver version are read from `text`. `clusters` replace the last 40
-        integers of the sequence. If the sequence is not found, nothing is written.
+        for a sequence of integers: (compute capability, driver version, *layout). The first two are
+        in `text`, and the layout is one of `LAYOUTS`. `clusters` replace the last 40 integers of
+        the sequence. If the sequence is not found, nothing is written.
 
         Raises:
             CudnnError: the sequence is not found, and this release of cuDNN is a measured one.

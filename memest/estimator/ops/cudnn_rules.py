@@ -106,8 +106,9 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
     (2048 in 16 bits), and a single partial sum needs no workspace.
 
     Evidence (H100): some kernels for "forward" and "input" take 272 or 400 bytes instead of 0. So
-    68 % ("forward") and 67 % ("input") are right to 512 B, 97 and 98 % within 512 B. "weight" is
-    right for 83 % in NCHW, 35 % in channels-last.
+    the number of blocks of 512 bytes is right for 68 % ("forward") and 67 % ("input"). The error is
+    at most 512 bytes for 97 % ("forward") and 98 % ("input"). "weight" is right for 83 % in NCHW,
+    35 % in channels-last.
     """
     if direction != "weight":
         return 0
@@ -173,10 +174,15 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether cuDNN's Fourier engines accept a convolution in `direction`.
 
-    They accept float32 or float16 in one or two dimensions without dilation. Strides are accepted
-    only in `direction` "input" (the input's gradient). Without strides it needs a window of at
-    least 2 x 2. "forward" and "weight" need a padded image of at most 256 pixels a side
-    (`CUDNN_CONVOLUTION_FWD_ALGO_FFT` and `BWD_FILTER_ALGO_FFT` of cuDNN's API reference).
+    The engines accept float32 or float16 in one or two dimensions without dilation. `direction` is
+    "forward", or for a gradient "input" or "weight". Further conditions for each direction are:
+
+        input, stride 1     the window has at least 2 x 2 elements
+        input, with stride  each side of the window is larger than the stride, or the padding of
+                            that side is no multiple of the stride
+        forward, weight     stride 1, and a padded image of at most 256 pixels a side
+                            (`CUDNN_CONVOLUTION_FWD_ALGO_FFT` and `BWD_FILTER_ALGO_FFT` of cuDNN's
+                            API reference)
     """
     is_flat = len(c.tensor) <= 4 and {*c.dilation} == {1}
     if c.dtype not in (torch.float32, torch.float16) or not is_flat:
@@ -202,12 +208,16 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
         forward  4 * weight.numel() + 2 * plane_bytes * max(C * O + N * C, N * O)
         weight   4 * output.numel() + 2 * plane_bytes * max(C * O, N * (C + O))
 
-    The gradient of the input is cut into tiles of s = 32, of which up to two are stored at a time:
+    The gradient of the input is cut into tiles of s = 32. `tiles` is the number of tiles of one
+    channel, of which up to two are stored at a time:
 
         input    plane_bytes * (min(tiles, 2) * N * (C + O) + C * O)
 
-    In channels-last, channels-first copies of input, output and weight are added. Of several
-    groups, up to eight are computed at a time, each with such copies.
+    In channels-last, channels-first copies of input, output and weight are added. For several
+    groups, C and O are the channels of one group. Copies of the group's input and output are added,
+    and in channels-last with a window above one element also of its weight. All of this counts
+    min(groups, 8) times, since up to eight groups are computed at a time. With a stride, the sum is
+    `_strided_fourier_bytes`, without copies.
 
     Evidence: 761 convolutions with groups or strides under `cudnn.benchmark` on an H100. Groups
     with other numbers of input than output channels may take more.

@@ -116,7 +116,8 @@ for _name in ("softmax", "log_softmax"):
 
 @registry.above_autograd("mish_backward")
 def mish_backward(next_kernel: Next, grad: Tensor, x: Tensor) -> Tensor:
-    """Run torch's `next_kernel` below autograd; on other devices autograd decomposes it."""
+    """Run torch's kernel of `mish_backward` (`next_kernel`) without autograd, as on CUDA. On other
+    devices than CPU and CUDA, autograd would decompose the operator into several others."""
     return next_kernel.below_autograd(grad, x)
 
 

@@ -64,7 +64,8 @@ class _Matrices:
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True if `getrfBatched` factors them: a batch with n <= 16, or at most 8 with n <= 128."""
+        """True if cuBLAS (`getrfBatched`) factors the matrices. It factors any number of matrices
+        with n <= 16, and up to 8 matrices with n <= 128. Without batch dimensions, it is False."""
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
@@ -94,8 +95,8 @@ def _row(
     names: str, about: str, rule: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
     """Register what operators `names` (separated by blanks) allocate. `rule(call, matrices)`
-    returns the events after the outputs, for the matrices of the first argument; `about` describes
-    them. `parts` are further arguments of `op`."""
+    returns the allocator events after the outputs. `matrices` has the sizes of the first argument.
+    `about` is text that describes the allocator events. `parts` are further arguments of `op`."""
     op(names, about, then=lambda c: rule(c, _shape(c.args[0])), modelled=_is_measured, **parts)
 
 

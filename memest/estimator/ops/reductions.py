@@ -43,9 +43,10 @@ HALVES = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
-    Reduced dimensions, whose output stride is 0, come first; then the smallest strides do. A thread
-    loads `input_vector` elements of `input_bytes` at once. The first element of the input is
-    element number `offset` of its storage."""
+    Reduced dimensions, whose output stride is 0, come first, in ascending order of input strides.
+    The other dimensions follow, in ascending order of output strides. A thread loads `input_vector`
+    elements of `input_bytes` at once. The first element of the input is element number `offset` of
+    its storage."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]

@@ -252,18 +252,15 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
-    """Return whether allocations were measured for this dtype, with or without `dim`, on compute
-    capability 9.0.
-
-    The result is True for these dtypes:
+    """Return whether allocations were measured for the dtype, on compute capability 9.0. The
+    measured dtypes are:
 
         any operator with a `dim`           all dtypes
         `unique_consecutive` without `dim`  bool, and elements of 1, 2, 4 or 8 bytes
         `_unique2`                          bool, and elements of 4 or 8 bytes
 
-    Without `dim`, a tensor without elements needs no compute capability 9.0. Evidence (CUDA 13.0),
-    every request exact: 196 calls of up to a million elements on an H100, 504 of up to 100,000 rows
-    on an H200.
+    Without `dim`, a tensor without elements counts on any GPU. Evidence (CUDA 13.0), every request
+    exact: 196 calls of up to a million elements on an H100, 504 of up to 100,000 rows on an H200.
     """
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)

@@ -17,8 +17,8 @@ from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, p
 
 
 def _is_in_order(c: KernelCall) -> bool:
-    """Return whether the first argument is not channels-last; kernels for that are not modelled.
-    The allocations of a call are known if this is True."""
+    """Return whether the first argument is not channels-last; kernels for channels-last are not
+    modelled. The allocations of a call are known if this is True."""
     return suggest_memory_format(c.args[0]) is torch.contiguous_format
 
 
@@ -77,8 +77,9 @@ register(
 
 @registry.requests("upsample_bilinear2d_backward", modelled=_is_in_order)
 def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
-    """Allocations of bilinear upsampling's gradient: a copy of `grad_output`, unless it keeps its
-    size. It is copied if not contiguous in its memory format. The result is never None."""
+    """Allocations of bilinear upsampling's gradient: a copy of `grad_output`, unless input and
+    output have the same size. `grad_output` is copied only if it is not contiguous in its memory
+    format. The result is always a `Scratch`; the type is that of all such rules."""
     return Scratch() if c.grad_output.shape == c.out.shape else _copy_of_image(c)
 
 

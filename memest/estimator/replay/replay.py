@@ -146,10 +146,14 @@ class Program:
 
 
 def find_renames(program: Program) -> None:
-    """Set `step_renames` and `micro_renames` of `program`, which are arguments of `rename`. They
-    map the id of a storage that is still allocated to that of an equal storage that was freed.
-    `step_renames` is for the last step, if it is played again. `micro_renames` has an item for each
-    step, for its middle micro-batch."""
+    """Set `step_renames` and `micro_renames` of `program`, which are arguments of `rename`.
+
+    Both map the present id of a storage to the id that it takes before events are played again. For
+    example, a step frees storage 7, and allocates an equal storage 12 that stays allocated. If the
+    step is played again, it frees storage 7 again. So its renames are {12: 7}. `step_renames` is
+    for repetitions of the last step. `micro_renames` has an item for each step, for repetitions of
+    its middle micro-batch.
+    """
     alive: dict[int, None] = {}
     play(program.setup, alive, program.storages)
     program.micro_renames = []

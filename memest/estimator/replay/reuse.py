@@ -153,8 +153,8 @@ class Interpolation:
 
     def at(self, value: int) -> TracedPlan:
         """Return the interpolated result of a run at `value`, a batch size or sequence length.
-        Raise `NotInterpolable` if another kernel is chosen there, or if a size of a call is not
-        whole."""
+        Raise `NotInterpolable` if another kernel is chosen there, or if an interpolated size or
+        stride is a fraction."""
         if not self.has_same_kernels(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
@@ -182,7 +182,7 @@ class Interpolation:
         """Return the outcomes of all recorded kernel choices at the size `value`, in the order of
         the first run. An outcome is an attention backend, or whether the fused 4-bit kernel runs
         (`choose_again`). Return None if `value` is not `start` plus a multiple of `step`. Also
-        return None if an integer of a choice's arguments is not whole at `value`."""
+        return None if an interpolated size or stride of an argument is a fraction at `value`."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -281,9 +281,13 @@ class OptimizerStep:
 
     def applied_to(self, traced: TracedPlan) -> TracedPlan:
         """Return `traced`, a run with another optimizer, with the steps of this optimizer instead.
-        They are copied from this optimizer's run. Raise `NotInterpolable` if the phases of the two
-        runs differ, or if the setups differ in more than optimizer state. Also raise it if a copied
-        phase frees a storage that is not copied, such as one of the replaced optimizer's step."""
+        The setup and the phases of the optimizer's step are copied from `own`, the run with this
+        optimizer. All other phases are copied from `traced`.
+
+        Raise `NotInterpolable` if the two runs have different phases, or if their setups differ in
+        more than optimizer state. Also raise it if a copied phase frees a storage that was not
+        copied. For example, a forward of `traced` frees one that its optimizer's step allocated.
+        """
         program = traced.program
         storages = StorageTable()
         copier = _Copier(program.storages, storages)
@@ -368,11 +372,16 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, old: Program, source: Program, copied: Sequence[int]) -> None:
-        """Record the new ids of the storages in the setup of `old`, the program that this copier
-        copies. The new program has the setup of `source` instead. `copied` has the events of that
-        setup, with ids of the new program. The n-th event of `old` corresponds to the n-th event of
-        `source`, up to the end of the shorter setup. The longer one may then allocate optimizer
-        states. Raise `NotInterpolable` if corresponding events differ."""
+        """Record which id each storage of the setup of `old` has in the new program.
+
+        `old` is the program from which this copier copies. The new program does not have the setup
+        of `old`, but the setup of another program, `source`. `copied` is the setup of `source` with
+        the ids of the new program.
+
+        The n-th event of the setup of `old` corresponds to the n-th event of the setup of `source`.
+        Raise `NotInterpolable` if two corresponding events differ in id or size. One setup can be
+        longer, since some optimizers allocate their state there. Its further events are ignored.
+        """
         old_events = [event for event in old.setup if event != EMPTIED]
         source_events = [event for event in source.setup if event != EMPTIED]
         num = min(len(old_events), len(source_events))
@@ -383,11 +392,17 @@ class _Copier:
         self.align(old_events[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
-        """Leave out the event lists `streams`, which free some storages and allocate equal
-        replacements. `renames` maps the id of a replacement to the id of the storage that it
-        replaces. The new program keeps the storage instead. Later events of the replacement are
-        copied as events of the storage. Raise `NotInterpolable` if `streams` leave a storage
-        allocated, or free an older one, that `renames` does not have."""
+        """Leave out the event lists `streams` of the old program, which replace some storages.
+
+        For example, `streams` free storage 7 and allocate an equal storage 12, which stays
+        allocated. Then `renames` is {12: 7}. Both ids are of the old program. The new program keeps
+        its copy of storage 7. When later events of storage 12 are copied, they become events of
+        this copy.
+
+        The storages that `streams` leave allocated must be the keys of `renames`. The older
+        storages that `streams` free must be the values of `renames`, and must have been copied.
+        Raise `NotInterpolable` if not.
+        """
         new: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):

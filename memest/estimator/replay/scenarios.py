@@ -38,13 +38,15 @@ class LeastLimit:
     Args:
         replay: function that replays the run under a limit in bytes. A request for which no memory
             is left raises the limit, so that the replay can go on. The function returns (True, peak
-            reserved) if no request did so, else (False, raised limit). If a request fails without
-            raising the limit, as with allocator settings, the function returns (False, 0).
+            reserved) if no request did so, else (False, raised limit). In some replays, such a
+            request fails instead, and the function returns (False, 0). This is so with allocator
+            settings other than the defaults, and if a library tries requests that may fail.
         allocated_bytes: peak allocated without a limit.
         reserved_bytes: peak reserved without a limit.
         num_events: events of one replay.
-        is_felt_early: whether the limit has an effect before it is reached, as with
-            `garbage_collection_threshold` or expandable segments under a cap.
+        is_felt_early: whether the limit has an effect before it is reached. Examples are
+            `garbage_collection_threshold`, and expandable segments under the cap of
+            `set_per_process_memory_fraction`.
     """
 
     def __init__(

@@ -134,5 +134,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 @functools.lru_cache(maxsize=8)
 def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
     """Return the cached list of (GPU, run, convolution calls) of `plan` under the torch `release`.
-    The list is empty at first; `trace_plan` appends to it."""
+    The list is empty at first; `trace_plan` appends to it. The convolution calls are those of the
+    run by cuDNN, from `recorded_calls`. If the calls have the same workspaces on another GPU,
+    `trace_plan` reuses the run there."""
     return []

@@ -188,8 +188,9 @@ def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
 
 
 def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
-    """Yield changes to each smaller micro-batch that divides a step's batch, largest first. Its
-    number of micro-batches grows accordingly."""
+    """Yield changes that split the batch of a step into smaller micro-batches, the largest first.
+    The batch of a step stays the same: a batch of 8 becomes 2 micro-batches of 4, then 4 of 2, then
+    8 of 1. `facts` and `gpu` have no effect."""
     total = plan.batch_size * plan.accumulate_grad_batches
     for size in range(plan.batch_size - 1, 0, -1):
         if total % size == 0 and total // size <= 1 << 16:

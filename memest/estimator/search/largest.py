@@ -102,8 +102,9 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
 def peak_requested(program: Program, num_micro_batches: int) -> int:
     """Return the peak of allocated bytes in the first two steps, with each request rounded to its
     block size. The peak of reserved bytes is at least as large. `num_micro_batches` is the number
-    of micro-batches per step of the plan. If `program` has fewer, some of them repeat, and at most
-    three are played."""
+    of micro-batches per step of the plan. If a step of `program` has fewer, at most three
+    micro-batches of a step are played: the first, one from the middle, and the last. Further ones
+    would repeat the events of the one from the middle."""
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
     if num_played != num_micro_batches:  # a micro-batch from the middle repeats another

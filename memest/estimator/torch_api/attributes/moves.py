@@ -42,8 +42,10 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
         @patches.wrap(Tensor, "rename")
         def without_names(rename: Any, tensor: Tensor, *names: Any) -> Any:
-            """Return a view for `rename(None)`, which torch's C++ refuses for meta tensors. Else
-            call `rename`, the original."""
+            """Replace `Tensor.rename`, which gives names to the dims of `tensor`. `names` are the
+            arguments of the call. For a meta tensor and `rename(None)`, which removes names, return
+            a view of `tensor`, since torch's C++ refuses the call. In all other cases, call the
+            original function, `rename`."""
             is_view = names == (None,) and is_meta(tensor)
             return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 

@@ -45,16 +45,17 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set_all(python_functions, torch.cuda, torch.cuda.memory)
 
 
-class _OfMode:
-    """Base class of replacements for functions of `torch._C`. A method has the function's name
-    without its prefix."""
+class _Replacements:
+    """Base class of objects whose methods replace functions of `torch._C`. An object has the mode
+    of the simulation, its memory and its allocator. A method has the name of the function that it
+    replaces, without a prefix. For example, `memoryStats` replaces `_cuda_memoryStats`."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         assert isinstance(mode.memory.allocator, CountingAllocator)
         self._mode, self._memory, self._allocator = mode, mode.memory, mode.memory.allocator
 
 
-class _Functions(_OfMode):
+class _Functions(_Replacements):
     """Replacements of functions for the allocator's statistics, limits and settings."""
 
     def __init__(self, mode: CudaSimMode) -> None:
@@ -131,7 +132,7 @@ class _Functions(_OfMode):
         return max(0, limit_bytes - reserved_bytes), self._total_bytes
 
 
-class _RawBlocks(_OfMode):
+class _RawBlocks(_Replacements):
     """Replacements of torch's functions that allocate and free GPU memory without a tensor."""
 
     def raw_alloc(self, num_bytes: int, stream: int = 0) -> int:
@@ -217,7 +218,7 @@ _CHOICES = {
 """Values of the options of a recording."""
 
 
-class _Recordings(_OfMode):
+class _Recordings(_Replacements):
     """Replacements of functions that record the allocator's history. They mirror
     `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`, torch 2.11)."""
 

@@ -65,10 +65,14 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum the gradient buckets `tensors` over the ranks, and return a finished `Work`. A call
-        of `Work.wait()` would make NCCL release the buckets. C++ does not call it, since it waits
-        for the future of the `Work`. So NCCL keeps the buckets allocated ("stashed"). Here only the
-        first buckets are recorded, which `broadcast` stashes once new ones replace them."""
+        """Sum the gradient buckets `tensors` over the ranks, and return a finished `Work`.
+
+        NCCL keeps the buckets of a collective allocated ("stashed") until `Work.wait()` is called.
+        The C++ reducer does not call `Work.wait()`, but waits for the future of the `Work`. So the
+        buckets stay stashed. This matters only for the first buckets, which new buckets replace
+        once. The ids of the first buckets are stored here, for the call of `Memory.stash` in
+        `broadcast`.
+        """
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -87,9 +91,9 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         """Return a finished `Work` of a broadcast from rank 0. Nothing is sent, since every rank
         has equal values, and no time passes. DistributedDataParallel broadcasts weights at the
-        start, and later the order of new gradient buckets. In the second case the kind of new
-        memory is `MemKind.BUCKETS`. NCCL then keeps the old buckets allocated, so they are stashed
-        here."""
+        start. Later it broadcasts the order of the gradient buckets that replace the first buckets.
+        In the second case, `Memory.kind`, the kind of new memory, is `MemKind.BUCKETS`. Then call
+        `Memory.stash` for the first buckets, which NCCL keeps until the new ones are summed."""
         mode = self._mode
         if mode.memory.kind is MemKind.BUCKETS:
             for index in self._first_buckets:

@@ -103,7 +103,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Return a context on the stream of the `AccumulateGrad` node of `handle.flat_param`."""
+        """Return the context in which FSDP1's `_post_backward_hook(state, handle, *args)` runs. In
+        it, the current stream is that of the `AccumulateGrad` node of `handle.flat_param`. `state`
+        and `args` have no effect."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
