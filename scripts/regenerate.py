@@ -5,8 +5,8 @@
     python scripts/regenerate.py NAMES...   # these, stale or not; --all for all
 
 validation/generated.json stores a digest of the inputs of each. Inputs are the data, the code that
-writes or draws, and memest's version. Docstrings and comments of the code do not count. The engine
-is not an input: its changes would mark all.
+writes or draws, and memest's version. Comments of the code do not count, and docstrings only if the
+page prints them. The engine is not an input: its changes would mark all.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class Target:
     height: int = 900
     """Height of a photographed page, pixels."""
 
+    prints_docstrings: bool = False
+    """True if the page has docstrings of the inputs, so that these count too."""
+
 
 def _chart(made: str, picture: str, *arguments: str, inputs: tuple[str, ...] = ()) -> Target:
     return Target(
@@ -76,7 +79,7 @@ TARGETS = {
     "kernels": Target(
         command=("scripts/kernels_page.py",),
         inputs=("scripts/kernels_page.py", "memest/estimator/ops/**/*.py"),
-        outputs=("docs/kernels.md",),
+        outputs=("docs/kernels.md",), prints_docstrings=True,
     ),
     "labs": Target(
         command=("scripts/make_labs.py",),
@@ -153,13 +156,13 @@ def digest(target: Target) -> str:
     found = hashlib.sha256("\0".join(target.command).encode())
     for pattern in target.inputs:
         for path in filter(Path.is_file, sorted(ROOT.glob(pattern))):
-            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + content(path))
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + content(path, target))
     return found.hexdigest()[:16]
 
 
-def content(path: Path) -> bytes:
-    """The bytes of a file; of Python code without docstrings and comments."""
-    if path.suffix != ".py":
+def content(path: Path, target: Target) -> bytes:
+    """The bytes of a file that count for `target`."""
+    if path.suffix != ".py" or target.prints_docstrings:
         return path.read_bytes()
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):

@@ -389,9 +389,8 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
             )
 
 
-def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
-    """Import modules of all experiments, and `plan`'s; return whether a fork can then open CUDA.
-    `options` have no effect on the imports."""
+def _import_all(plan: TrainingPlan) -> bool:
+    """Import modules of all experiments, and `plan`'s; return whether a fork can then open CUDA."""
     import transformers
 
     with _without_bitsandbytes():
@@ -443,7 +442,7 @@ def _measure(
     log = logs / f"{file_stem(plan.label)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     if start is None:
-        can_fork = CAN_FORK and _import_all(plan, options) and _reaches_gpu_by_fork()
+        can_fork = CAN_FORK and _import_all(plan) and _reaches_gpu_by_fork()
         start = partial(start_experiment, is_copy=can_fork)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
