@@ -116,3 +116,13 @@ def test_tensors_are_set_to_each_other_if_they_are_one_part_of_a_storage(gpu: Vi
     assert x[1:].is_set_to(x.narrow(0, 1, 3))
     for other in (torch.ones_like(x), x[1:], x.view(6, 4), x.t()):
         assert not x.is_set_to(other)
+
+
+def test_positions_that_are_repeated_have_no_negative_count(gpu: VirtualGpu) -> None:
+    """The requests of an H200 for Keras's `segment_sum` of 32 predictions, whose counts are one
+    expanded number: copies, their sum with CUB's 1279 bytes, signs, positions."""
+    rows, count = torch.ones(32, device="cuda"), torch.tensor(1, device="cuda")
+
+    seen = Requests(gpu).of(lambda: rows.repeat_interleave(count))
+
+    assert [size for size in seen if size > 0][:7] == [256, 256, 256, 1279, 32, 1, 256]

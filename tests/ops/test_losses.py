@@ -87,3 +87,11 @@ def test_targets_of_a_loss_are_made_contiguous() -> None:
     assert workspaces(aten.nll_loss_backward.default, *gradient) == (16384,)
     whole = meta(2048, dtype=INT)
     assert workspaces(aten.nll_loss_forward.default, logs, whole, None, 1, -100) == ()
+
+
+def test_an_expanded_gradient_of_a_loss_per_sample_is_made_contiguous() -> None:
+    """`nll_loss_backward_out_cuda_template` of an H200: Keras divides a sum by the batch size."""
+    logs, target = meta(64, 100), meta(64, dtype=INT)
+    gradient = (meta().expand(64), logs, target, None, 0, -100, meta())
+
+    assert workspaces(aten.nll_loss_backward.default, *gradient) == (256,)

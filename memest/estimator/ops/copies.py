@@ -100,11 +100,14 @@ def roll(c: KernelCall) -> Events:
 
 @registry.requests("repeat_interleave.Tensor", shaped_by=lambda args: args)
 def repeat_interleave(c: KernelCall) -> Events:
-    """Allocations of `repeat_interleave` (Repeat.cpp): cumulative sum in int64, positions."""
-    count = c.repeats.numel()
-    scan = cub.scan_bytes(count) if count > 1 else 0
-    buffers = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
-    return around(buffers, passing(scan) + c.outputs())
+    """Allocations of `repeat_interleave` (Repeat.cpp): cumulative sum in int64, positions.
+
+    The sum copies repeats with gaps again. Without an `output_size`, signs are checked.
+    """
+    count, copy = c.repeats.numel(), contiguous_copy(c.repeats)
+    scan = around(copy, passing(cub.scan_bytes(count)) if count > 1 else [])
+    signs = around((count,), passing(1)) if c.output_size is None else []
+    return around((*copy, count * INDEX_BYTES), scan + signs + c.outputs())
 
 
 register(

@@ -90,8 +90,8 @@ op(
     after=lambda c: contiguous_copy(c.self, c.weight, c.target) if _is_reduced(c) else (),
 )  # fmt: skip
 op(
-    "nll_loss_backward", "reduced: copies of target and weight (cuda/NLLLoss.cu)",
-    after=lambda c: contiguous_copy(c.target, c.weight) if _is_reduced(c) else (),
+    "nll_loss_backward", "copies of what has gaps, such as an expanded gradient (cuda/NLLLoss.cu)",
+    after=lambda c: contiguous_copy(c.target, c.self, c.grad_output, c.weight),
 )  # fmt: skip
 op(
     "multi_margin_loss", "reduced: one loss for each sample (MultiMarginLoss.cu)",

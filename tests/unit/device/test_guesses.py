@@ -130,3 +130,12 @@ def test_factors_of_an_optimizer_are_finite() -> None:
         optimizer.step()
 
     assert optimizer.is_finite
+
+
+def test_unknown_tokens_are_no_timestamps() -> None:
+    """Whisper's `generate` goes back before the start of the audio if all tokens are timestamps."""
+    with memest.virtual_gpu("h100-80gb"):
+        tokens = torch.randn(4, 51865, device="cuda").argmax(-1)
+
+        assert not (tokens >= 50364).any()
+        assert (tokens >= 1).any()
