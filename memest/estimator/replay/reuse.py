@@ -82,10 +82,10 @@ class _CallPolynomials:
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
             binomial = binomial * (index - order + 1) / order
-            numer, denom = binomial.as_integer_ratio()
-            if denom > 1 and any(numer * d % denom for d in difference):
+            top, bottom = binomial.as_integer_ratio()
+            if bottom > 1 and any(top * d % bottom for d in difference):
                 raise ValueError("a number is not whole")
-            values = [v + numer * d // denom for v, d in zip(values, difference, strict=True)]
+            values = [v + top * d // bottom for v, d in zip(values, difference, strict=True)]
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
