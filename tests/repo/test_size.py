@@ -15,9 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "memest").rglob("*.py"))
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 50
-MAX_LINES = 43_339
-"""Lines of all files of the package without docstrings, which are as long as a first reader needs.
-The number only goes down: lower it with the lines."""
+MAX_LINES = 50_922
+"""Lines of all files of the package. The number only goes down: lower it with the lines."""
+
+MAX_LINES_WITHOUT_DOCSTRINGS = 43_339
+"""The same without docstrings; this number only goes down too."""
 
 MAX_FILES = 205
 """Files of the package; the number only goes down."""
@@ -72,9 +74,10 @@ def test_files_and_functions_are_within_the_budget(path: Path) -> None:
 def test_the_package_is_within_its_budget() -> None:
     sources = [path.read_text(encoding="utf-8") for path in FILES]
     num_lines = sum(len(source.splitlines()) for source in sources)
-    num_lines -= sum(len(docstring_lines(ast.parse(source))) for source in sources)
+    num_docstring_lines = sum(len(docstring_lines(ast.parse(source))) for source in sources)
 
     assert num_lines <= MAX_LINES
+    assert num_lines - num_docstring_lines <= MAX_LINES_WITHOUT_DOCSTRINGS
     assert len(FILES) <= MAX_FILES
 
 
