@@ -311,8 +311,8 @@ class GuessedValues:
         """Store a guess of `out = func(*args, **kwargs)`. If `func` chooses among unknown values,
         such as `topk`, the guess is indices that are spread evenly. If `func` compares unknown
         values by `<`, `<=`, `>` or `>=`, or converts them to bool, all elements are guessed
-        to be True. Unknown integers are tokens, so none is above a bound above `MAX_CHOICES`: a
-        vocabulary ends with timestamps. A comparison of one element gets no guess. For other
+        to be True. Only unknown integers are assumed not to be above a number over `MAX_CHOICES`,
+        as indices and tokens in their range. A comparison of one element gets no guess. For other
         operators, the guess is computed from the guesses of arguments, if there are any. Call this
         before `KnownValues.follow`."""
         layer = self._layer
@@ -326,8 +326,8 @@ class GuessedValues:
             or (func is aten._to_copy.default and kwargs.get("dtype") is torch.bool)
         ) and not all(map(layer.is_known, tensors_in(args))):
             if 1 < out.numel() <= MAX_COMPARED:
-                is_token = func in _ABOVE and not args[0].is_floating_point()
-                passes = not (is_token and args[1] > MAX_CHOICES)
+                is_index = func in _ABOVE and not args[0].is_floating_point()
+                passes = not (is_index and args[1] > MAX_CHOICES)
                 layer.adopt_guess(out, torch.full(out.shape, passes, device=CPU))
             return
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
