@@ -460,15 +460,15 @@ class Declaration:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensor arguments; `in_out_ptr0` is read and written (`KernelArgs`)."""
+        """Names of the tensor arguments; those that are read and written begin with `in_out`."""
         signature = self.triton_meta.get("signature", {})
         return [name for name, kind in signature.items() if str(kind)[:1] == "*"]
 
     @property
     def changes(self) -> list[int]:
         """Positions of the tensor arguments that the kernel writes."""
-        output_names = self.inductor_meta.get("mutated_arg_names", ())
-        return [self.names.index(name) for name in output_names if name in self.names]
+        changed, names = self.inductor_meta.get("mutated_arg_names", ()), self.names
+        return [names.index(name) for name in changed if name in names]
 
     @property
     def saves_memory(self) -> bool:
