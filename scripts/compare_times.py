@@ -305,10 +305,10 @@ def blind_summary(data: Mapping[str, Any]) -> str:
     lines = ["| blind group | trainings | median error | within 25 % | inside the interval |"]
     lines.append("|---|--:|--:|--:|--:|")
     for label, key, words in (
-        ("public", "blind", BLIND),
+        ("blind", "blind", BLIND),
         ("new", "unseen", UNSEEN),
         ("last", "fresh", FRESH),
-        ("further", "public", PUBLIC),
+        ("public", "public", PUBLIC),
         ("recent", "recent", RECENT),
         ("realistic", "realistic", REALISTIC),
     ):

@@ -75,6 +75,7 @@ TARGETS = {
     "plan": Target(
         command=("scripts/plan_page.py",),
         inputs=("scripts/plan_page.py", "memest/plan/*.py"), outputs=("docs/plan.md",),
+        prints_docstrings=True,
     ),
     "kernels": Target(
         command=("scripts/kernels_page.py",),
