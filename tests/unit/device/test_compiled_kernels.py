@@ -102,6 +102,26 @@ def test_a_reduction_of_many_registers_is_timed_with_halves_of_its_block(
     assert [config.kwargs["R0_BLOCK"] for config in found] == timed
 
 
+@pytest.mark.parametrize(
+    "signature",
+    [
+        {0: "*fp32", 1: "*fp32", 2: "i32"},  # positions, in torch 2.5
+        {"in_out_ptr0": "*fp32", "in_ptr0": "*fp32", "xnumel": "i32", "XBLOCK": "constexpr"},
+    ],
+)
+def test_tensors_of_a_kernel_have_the_names_of_its_arguments(signature: Any) -> None:
+    def function(in_out_ptr0: Any, in_ptr0: Any, xnumel: Any, XBLOCK: Any) -> None: ...
+
+    kernel = compiler.Declaration(
+        function=function,
+        triton_meta={"signature": signature},
+        inductor_meta={"mutated_arg_names": ["in_out_ptr0"]},
+    )
+
+    assert kernel.names == ["in_out_ptr0", "in_ptr0"]
+    assert kernel.changes == [0]
+
+
 def test_registers_are_read_from_the_section_of_a_cubin() -> None:
     """Two attributes: one without data after its head, and the number of registers."""
     info = struct.pack("<BBH", 3, 0x37, 130) + struct.pack("<BBHII", 4, 0x2F, 8, 1, 40)

@@ -462,7 +462,9 @@ class Declaration:
     def names(self) -> list[str]:
         """Names of the tensor arguments; those that are read and written begin with `in_out`."""
         signature = self.triton_meta.get("signature", {})
-        return [name for name, kind in signature.items() if str(kind)[:1] == "*"]
+        keys = [key for key, kind in signature.items() if str(kind)[:1] == "*"]
+        names = list(inspect.signature(getattr(self.function, "fn", self.function)).parameters)
+        return [names[key] if isinstance(key, int) else key for key in keys]  # int in torch 2.5
 
     @property
     def changes(self) -> list[int]:
@@ -592,9 +594,8 @@ class _Config:
     """Replacement of `triton.Config` that stores the arguments and does not need Triton."""
 
     def __init__(self, kwargs: Any, **options: Any) -> None:
-        self.kwargs = kwargs
-        self.__dict__.update({"num_warps": 4, "num_stages": 2, "dynamic_scale_rblock": True})
-        self.__dict__.update(options)
+        defaults = {"num_warps": 4, "num_stages": 2, "dynamic_scale_rblock": True}
+        vars(self).update({"kwargs": kwargs} | defaults | options)
 
 
 class _Source(InspectLoader):
