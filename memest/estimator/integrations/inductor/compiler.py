@@ -6,7 +6,6 @@ import inspect
 import linecache
 import logging
 import math
-import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.abc import InspectLoader
+from struct import unpack_from
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -573,21 +573,20 @@ def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
 
 def _registers_of(cubin: bytes) -> int:
     """Return the registers per thread of compiled code: `EIATTR_REGCOUNT` in its `.nv.info`."""
-    (start,), (size, count, names) = _read(cubin, "<Q", 0x28), _read(cubin, "<HHH", 0x3A)
-    sections = [_read(cubin, "<IIQQQQ", start + i * size) for i in range(count)]
+    (start,), (size, count, names) = (
+        unpack_from("<Q", cubin, 0x28),
+        unpack_from("<HHH", cubin, 0x3A),
+    )
+    sections = [unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     for name, *_, offset, num_bytes in sections:
         if cubin[sections[names][4] + name :].startswith(b".nv.info\0"):
             end = offset + num_bytes
             while offset < end:
-                kind, attribute, length = _read(cubin, "<BBH", offset)
+                kind, attribute, length = unpack_from("<BBH", cubin, offset)
                 if (kind, attribute) == (4, 0x2F):
-                    return _read(cubin, "<II", offset + 4)[1]
+                    return int(unpack_from("<II", cubin, offset + 4)[1])
                 offset += 4 + (length if kind == 4 else 0)
     raise NotSimulated("the machine code of a kernel does not name its registers", hint="")
-
-
-def _read(data: bytes, form: str, offset: int) -> tuple[int, ...]:
-    return struct.unpack_from(form, data, offset)
 
 
 class _Config:
