@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memest import __version__
 from memest.errors import PlanError
 from memest.report import HeldRow, Outcome, SimulatedReport, Term, read_lines
 from memest.report.answer import summary_line
@@ -252,7 +253,7 @@ def sarif(
         "runs": [{
             "tool": {"driver": {
                 "name": "memest",
-                "version": pairs[0][0].versions.get("memest", ""),
+                "version": __version__,
                 "rules": [
                     {"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()
                 ],

@@ -129,10 +129,8 @@ def checkpoint_times() -> dict[str, float]:
         "hook": partial(step, use_reentrant=False),
         "choice": partial(step, use_reentrant=False, context_fn=selective),
     }  # fmt: skip
-    rows = [[host_us(call, waits=True) for call in calls.values()] for _ in range(12)][
-        3:
-    ]  # calls take turns
-    us = dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
+    rows = [[host_us(call, waits=True) for call in calls.values()] for _ in range(12)]  # in turn
+    us = dict(zip(calls, map(statistics.median, zip(*rows[3:], strict=True)), strict=True))
     two_passes = us["forward"] + us["step"]  # a region runs its forward twice
     times = {
         "region": (us["region"] - two_passes) / len(layers),

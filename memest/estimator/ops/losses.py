@@ -224,12 +224,10 @@ def ctc_loss(
     options: Any = {"dtype": batch.dtype, "device": "cuda"}
     sizes = (lengths, target_lengths, blank)
     if blank == 0 and _goes_to_cudnn(batch, targets, lengths, target_lengths):
-        losses: Tensor = aten._cudnn_ctc_loss.default(batch, targets, *sizes, True, zero_infinity)[
-            0
-        ]
+        losses, _ = aten._cudnn_ctc_loss.default(batch, targets, *sizes, True, zero_infinity)
     else:
         targets = targets.to("cuda", torch.int64)
-        losses = aten._ctc_loss.default(batch, targets, *sizes, zero_infinity)[0]
+        losses, _ = aten._ctc_loss.default(batch, targets, *sizes, zero_infinity)
     if zero_infinity:
         zero = torch.zeros((), **options)
         losses = torch.where(losses == float("inf"), zero, losses)

@@ -499,9 +499,9 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
     name = FUSED[choice.outcome]
     backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
     backwards = [
-        t
-        for t in log.templates
-        if t.operator == backward_name and _attention_inputs(t, 1) == inputs
+        template
+        for template in log.templates
+        if template.operator == backward_name and _attention_inputs(template, 1) == inputs
     ]
     for template in log.templates:
         if template.operator == name and _attention_inputs(template, 0) == inputs:

@@ -573,10 +573,8 @@ def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
 
 def _registers_of(cubin: bytes) -> int:
     """Return the registers per thread of compiled code: `EIATTR_REGCOUNT` in its `.nv.info`."""
-    (start,), (size, count, names) = (
-        unpack_from("<Q", cubin, 0x28),
-        unpack_from("<HHH", cubin, 0x3A),
-    )
+    (start,) = unpack_from("<Q", cubin, 0x28)
+    size, count, names = unpack_from("<HHH", cubin, 0x3A)
     sections = [unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     for name, *_, offset, num_bytes in sections:
         if cubin[sections[names][4] + name :].startswith(b".nv.info\0"):
