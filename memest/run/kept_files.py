@@ -61,7 +61,8 @@ class KeptFiles:
         self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
     ) -> None:
         """Move the file at `path` aside before `os.open` (same arguments), if `flags` can write."""
-        if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
+        fails = flags & os.O_EXCL and os.path.lexists(path)
+        if flags & (os.O_WRONLY | os.O_RDWR) and not fails and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
     def truncated(self, path: Any, length: int) -> None:

@@ -113,7 +113,7 @@ def test_long_rows_are_sorted_by_keys_of_their_own_size(
 
     assert sort_bytes(x, -1, H100) == asked
     assert op_of(aten.sort.default).is_modelled((x, -1), {}, H100)
-    assert not op_of(aten.sort.default).is_modelled((x.t(), 0), {}, H100)
+    assert sort_bytes(x.t(), 0, H100) == asked
 
 
 def test_a_column_is_copied_before_it_is_sorted() -> None:
@@ -124,7 +124,16 @@ def test_a_column_is_copied_before_it_is_sorted() -> None:
 
     assert column == (25_200 * 4, *whole)
     assert op_of(aten.sort.default).is_modelled((boxes[:, 4], -1), {}, H100)
-    assert not op_of(aten.sort.default).is_modelled((meta(85, 25_200).t(), 0), {}, H100)
+
+
+def test_columns_are_sorted_as_copies_in_order_of_the_columns() -> None:
+    """`sort_cuda_kernel` (Sort.cpp): the input, both results, and then as for rows."""
+    table, num_bytes = meta(8192, 6), 8192 * 6 * 4
+    rows = sort_bytes(meta(6, 8192), -1, H100)
+
+    assert sort_bytes(table, 0, H100) == (num_bytes, num_bytes, 2 * num_bytes, *rows)
+    assert sort_bytes(table[:, :4], 0, H100)[:3] == tuple(8192 * 4 * n for n in (4, 4, 8))
+    assert op_of(aten.sort.default).is_modelled((table, 0), {}, H100)
 
 
 def test_a_few_sought_elements_are_compared_one_by_one() -> None:
@@ -142,7 +151,6 @@ def test_numbers_are_counted_after_their_extremes_are_read() -> None:
     assert requests(aten.bincount.default, labels, out=meta(59, dtype=INT)) == [8, -8, 8, -8, 472]
     assert large[0] == 8
     assert len(large) == 2 * (2 + len(staged)) + 1
-    assert not op_of(aten.bincount.default).is_modelled((labels, None, 1 << 20), {}, H100)
 
 
 UNIQUE = [  # (op, dtype, elements, inverse, counts, requests on an H100)

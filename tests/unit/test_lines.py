@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FunctionType
 
 from memest.estimator.tensors.lines import ScriptLines
@@ -24,3 +25,13 @@ def test_code_with_constants_that_have_no_hash_is_the_users() -> None:
     assert mark == {"mark": 1}
     assert frame is not None
     assert frame.f_code.co_name == "script"
+
+
+def test_the_name_of_a_package_is_in_front_of_its_first_file(tmp_path: Path) -> None:
+    lines = ScriptLines()
+    code = compile("line = current()", str(tmp_path / "engine" / "__init__.py"), "exec")
+    scope: dict[str, object] = {"current": lines.current}
+
+    exec(code, scope)
+
+    assert scope["line"] == "engine/__init__.py:1"

@@ -32,6 +32,7 @@ class LiveModules:
         self._taken: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
+        self._on_host: set[int] = set()  # ids of parts that were on the host at their first call
         self._stack: list[nn.Module] = []
         self._starts: list[int] = []
         self._owners: list[tuple[str, str]] = []
@@ -175,6 +176,7 @@ class LiveModules:
         if is_new:
             root = type(module).__name__
             self._models[id(module)] = weakref.ref(module)
+            self._forget_host_paths(module)
             for name, child in module.named_modules():
                 path = f"{root}.{name}" if name else root
                 self._names.setdefault(id(child), path)
@@ -185,6 +187,16 @@ class LiveModules:
         self.is_generating = not torch.is_grad_enabled() and "generate" in callers
         if self.on_call is not None:
             self.on_call(module, is_new)
+
+    def _forget_host_paths(self, module: nn.Module) -> None:
+        """Remove paths of parts of `module` that were called before, and then were on the host."""
+        ids = {id(p) for m in module.modules() for p in (m, *m._parameters.values())}
+        for key in self._on_host & ids:
+            self._names.pop(key, None)
+            self._parameters.pop(key, None)
+        self._on_host -= ids
+        if all(parameter.device.type != "cuda" for parameter in module.parameters()):
+            self._on_host |= ids
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._stack:

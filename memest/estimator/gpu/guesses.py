@@ -301,7 +301,10 @@ class GuessedValues:
         if result is not None:
             tensor = next(tensors_in((result,)))
             name = func._schema.name.removeprefix("aten::")
-            self.guesses.note(f"{name} as {len(tensor)} of {deciding[0].numel()} elements")
+            count, longest = len(tensor), deciding[0].numel()
+            text = f"{name} as {count} of {longest} elements"
+            text = f"{count} as the length of a {name}" if count > longest else text
+            self.guesses.note(text)
             self.guesses.notes.add(EVENLY if is_guessed else LARGEST)
         if is_guessed:
             self._selections.add(deciding)

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cub, registry
@@ -41,25 +42,17 @@ def _slices(tensor: Tensor, dim: int) -> tuple[int, int]:
     return tensor.numel() // max(1, length), length
 
 
-def _is_sort_known(c: KernelCall) -> bool:
-    tensor: Tensor = c.self
-    _, length = _slices(tensor, c.dim)
-    is_last = tensor.dim() == 0 or tensor.shape[-1] == length
-    is_in_order = tensor.is_contiguous() or _has_gaps(tensor)
-    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and is_in_order)
-
-
 op(
     "sort sort.stable",
     "up to 4096 elements an int64 range, else a radix sort (Sort.cpp)",
     after=lambda c: sort_bytes(c.self, c.dim, c.gpu),
-    when="slices have up to 4096 elements, or are rows in order of 2, 4 or 8 bytes each",
-    modelled=_is_sort_known,
+    when="slices have up to 4096 elements, or elements of 2, 4 or 8 bytes",
+    modelled=lambda c: _slices(c.self, c.dim)[1] <= SMALL_SORT or c.self.itemsize > 1,
 )
 
 
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
-    """Return the bytes of each temporary of `sort`. A view with gaps is copied first.
+    """Return the bytes of each temporary of `sort`.
 
     Slices of up to 4096 elements along `dim` need an int64 range of positions. Longer slices need:
 
@@ -67,6 +60,7 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
         2 to 127     two int64 arrays, sorted keys, storage of a radix sort
         128 or more  a range of positions, storage of a segmented sort
 
+    A copy is sorted if slices have gaps. If the results have gaps, both have copies, too.
     From 2 to 127 slices are sorted by key, then by slice. Only the larger first sort counts.
     """
     count, length = _slices(tensor, dim)
@@ -76,19 +70,14 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
         return (length * INDEX_BYTES,)
     item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
     keys = tensor.numel() * item
-    copies = (keys,) if _has_gaps(tensor) else ()
+    is_dense = aten.is_non_overlapping_and_dense.default(tensor)
+    step = (tensor.stride() if is_dense else compute_elementwise_output_strides(tensor))[dim]
+    copies: tuple[int, ...] = (keys,) if step == 1 else (keys, keys, row)
+    copies = () if is_dense and step == 1 else copies
     if count >= FEW_SEGMENTS:
         return (*copies, row, cub.segmented_sort_bytes(tensor.numel(), item))
     storage = cub.radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
     return (*copies, row, storage) if count == 1 else (*copies, row, row, keys, storage)
-
-
-def _has_gaps(tensor: Tensor) -> bool:
-    """Return whether `tensor` is row-major with gaps between its elements or rows."""
-    if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
-        return False
-    steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
 
 
 @registry.requests(
@@ -196,14 +185,9 @@ op("searchsorted.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.so
    modelled=_is_plain_search)  # fmt: skip
 
 UNALIGNED = 255  # bytes with which CUB aligns algorithms without storage
-SHARED_BYTES_PER_BLOCK = 48 << 10  # shared memory of every GPU; CUDA Programming Guide 13, table 30
 
 
-@registry.requests(
-    "bincount",
-    when="the requested bins are few enough to be counted in shared memory",
-    modelled=lambda c: c.minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK,
-)
+@registry.requests("bincount")
 def bincount(c: KernelCall) -> Events:
     """Allocations of `bincount` (cuda/SummaryOps.cu): minimum and maximum, then the bins."""
     extreme = passing(c.self.itemsize, *reduce_bytes(c.self, (), c.gpu))
@@ -212,9 +196,9 @@ def bincount(c: KernelCall) -> Events:
 
 op(
     "histc",
-    "none if the bounds are given and bins few (SummaryOps.cu)",
-    when="the bounds differ, so that none are searched, and bins are few",
-    modelled=lambda c: c.min != c.max and c.bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK,
+    "none if the bounds are given (SummaryOps.cu)",
+    when="the bounds differ, so that none are searched",
+    modelled=lambda c: c.min != c.max,
 )
 
 

@@ -56,9 +56,10 @@ class ScriptLines:
         return self._places.get(text, ("", 0))
 
     def _text(self, file: str, line: int) -> str:
-        """Return `file:line`, with the folder in front if another file has the same name."""
+        """Return `file:line`, with the folder in front of a package's `__init__.py`, and if another
+        file has the same name."""
         name = os.path.basename(file)
-        if self._names.setdefault(name, file) != file:
+        if self._names.setdefault(name, file) != file or name == "__init__.py":
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
         text = self._texts[file, line] = f"{name}:{line}"
         self._places.setdefault(text, (file, line))

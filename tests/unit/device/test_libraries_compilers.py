@@ -405,6 +405,20 @@ def test_a_module_compiled_in_place_owns_its_parameters(gpu: VirtualGpu) -> None
     assert gpu.mode.attribution.modules.owner_of(model.weight) == "Linear"
 
 
+def test_a_part_that_is_first_called_on_the_host_is_named_by_its_model(gpu: VirtualGpu) -> None:
+    """Policies of stable-baselines3 do so, to compute the width of their features."""
+    features = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    features(torch.ones(2, 4))
+    model = nn.Sequential(features, nn.Linear(4, 2)).cuda()
+    model[0](torch.ones(2, 4, device="cuda"))
+    modules = gpu.mode.attribution.modules
+    assert modules.path_of(features[0]) == "Sequential.0"
+    model(torch.ones(2, 4, device="cuda"))
+
+    assert modules.path_of(features[0]) == modules.owner_of(features[0].weight)
+    assert modules.path_of(features[0]) == "Sequential.0.0"
+
+
 def test_scripted_and_traced_functions_run_as_they_are(gpu: VirtualGpu) -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,22 @@ def test_a_checkpoint_that_the_script_has_made_and_renamed_stays(file: Path) -> 
 
     assert made.read_bytes() == b"second"
     assert (folder / "model.pt").read_bytes() == b"zeros and a line"
+
+
+def test_a_temporary_file_that_becomes_a_checkpoint_is_the_scripts(file: Path) -> None:
+    """Ignite's `DiskSaver` writes so."""
+    made = file.with_name("best.pt")
+
+    with kept_files() as kept:
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
+            partial.write(b"zeros")
+        os.rename(partial.name, made)
+        with pytest.raises(FileExistsError):
+            os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        assert kept.paths == []
+
+    assert made.read_bytes() == b"zeros"
+    assert sorted(os.listdir(file.parent)) == [made.name, file.name]
 
 
 def test_a_link_is_put_back_and_its_target_is_kept(file: Path) -> None:
