@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 from memest.estimator.hardware.gpus import Gpu, list_gpus
 from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import choose_backend
-from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
+from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, rules_by_op
 from memest.estimator.versions import MEASURED, known, simulating
 from memest.units import MIB
 
@@ -483,7 +483,7 @@ SECTION = re.compile(r"`(\w+)`:\s([^`]+)")
 def operator_rows() -> Table:
     """One row for each function of the tables, with its operators."""
     rules = always_registered("requests")
-    rules |= dict.fromkeys(registered("product"), matmul.CublasWorkspaces.bytes_for)
+    rules |= dict.fromkeys(rules_by_op("product"), matmul.CublasWorkspaces.bytes_for)
     rows = [["operators", "what is modelled", "file", "source"]]
     for ops, function in by_function(rules):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
@@ -495,7 +495,7 @@ def operator_rows() -> Table:
 
 def always_registered(part: str) -> dict[Any, Any]:
     """Rules of operators; those of torchvision are known only where it is imported."""
-    return {op: rule for op, rule in registered(part).items() if op.namespace != "torchvision"}
+    return {op: rule for op, rule in rules_by_op(part).items() if op.namespace != "torchvision"}
 
 
 def op_names(ops: Iterable[Any]) -> list[str]:

@@ -368,7 +368,7 @@ def test_operators_that_call_operators_reach_the_mode_where_torch_has_no_rule(
         raise NotImplementedError
 
     operator = torch._prims.rng_prims.graphsafe_run_with_rng_state  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "_dispatch", refuse)
+    monkeypatch.setattr(module, "_torch_dispatch", refuse)
     monkeypatch.delattr(TorchDispatchMode, "supports_higher_order_operators", raising=False)
     with Mode():
         found = module._dispatch_higher_order(operator, key, "a")

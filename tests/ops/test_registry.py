@@ -19,7 +19,7 @@ from memest.estimator.ops.registry import (
     load_families,
     op_of,
     register,
-    registered,
+    rules_by_op,
 )
 from memest.report import RunReport
 
@@ -34,8 +34,8 @@ def fused() -> Iterator[object]:
     library.define("fused(Tensor x, int factor=2, *, bool twice=False) -> Tensor")
     library.impl("fused", lambda x, factor=2, *, twice=False: x.clone(), "Meta")
     yield torch.ops.memest_test.fused.default
-    registry._parts.pop(torch.ops.memest_test.fused.default)
-    registry._ops.pop(id(torch.ops.memest_test.fused.default), None)
+    registry._parts_by_overload.pop(torch.ops.memest_test.fused.default)
+    registry._op_by_id.pop(id(torch.ops.memest_test.fused.default), None)
 
 
 def run(fused: object) -> RunReport:
@@ -75,8 +75,10 @@ def test_a_rule_of_a_user_replaces_the_rule_of_an_operator_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     func = torch.ops.aten.topk.default
-    monkeypatch.setattr(registry, "_parts", {f: {**p} for f, p in registry._parts.items()})
-    monkeypatch.setattr(registry, "_ops", {})
+    monkeypatch.setattr(
+        registry, "_parts_by_overload", {f: {**p} for f, p in registry._parts_by_overload.items()}
+    )
+    monkeypatch.setattr(registry, "_op_by_id", {})
 
     memest.register_kernel(func)(lambda call: memest.Scratch(after=(call["k"],)))
 
@@ -118,7 +120,7 @@ def test_declared_names_are_operators_without_a_rule() -> None:
     load_families()
 
     assert all(hasattr(aten, name.partition(".")[0]) for name in OUTPUTS_ONLY)
-    with_rule = {str(func).removeprefix("aten.") for func in registered("requests")}
+    with_rule = {str(func).removeprefix("aten.") for func in rules_by_op("requests")}
     assert with_rule & {n if "." in n else f"{n}.default" for n in OUTPUTS_ONLY} == set()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.ops.registry import op_of
-from memest.estimator.ops.strides import plain
+from memest.estimator.ops.strides import with_pointwise_strides
 from tests.op_calls import laid_out
 
 aten = torch.ops.aten
@@ -130,6 +130,6 @@ def test_pointwise_results_of_plain_order_have_plain_strides() -> None:
         if isinstance(expected, Tensor):
             op = op_of(func)
             found = op.layout(op.call(on_meta, {}, found)) if op.layout else found
-            assert plain(func, on_meta, found).stride() == expected.stride(), func
+            assert with_pointwise_strides(func, on_meta, found).stride() == expected.stride(), func
             count += 1
     assert count > 200

@@ -17,7 +17,7 @@ from memest import TrainingPlan, predict
 from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator import versions
-from memest.estimator.ops.registry import named
+from memest.estimator.ops.registry import overloads
 from memest.estimator.versions import (
     ENVIRONMENT,
     KERNELS,
@@ -162,12 +162,12 @@ def test_every_minor_release_since_the_bound_has_a_row() -> None:
 def test_operators_that_may_be_absent_are_in_this_torch() -> None:
     assert all(hasattr(torch.ops.aten, name) for name in OPERATORS_SINCE)
     with pytest.raises(AttributeError):
-        list(named("no_such_operator"))
+        list(overloads("no_such_operator"))
 
 
 def test_an_operator_of_a_newer_torch_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPERATORS_SINCE, "no_such_operator", (2, 99))
-    assert list(named("no_such_operator mm")) == [torch.ops.aten.mm.default]
+    assert list(overloads("no_such_operator mm")) == [torch.ops.aten.mm.default]
 
 
 def test_a_compiler_without_a_private_name_runs_eagerly_and_is_a_warning(

@@ -311,7 +311,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
             num_bytes = to_gpu_bytes(target, source, is_waited_for=not non_blocking)
             if num_bytes:
-                self.pass_workspaces(func, num_bytes)
+                self.allocate_and_free(func, num_bytes)
             if waits:  # for pageable memory
                 self.timeline.synchronize()
             return target
@@ -333,7 +333,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.free(index)
         return copied(self, func, args, kwargs)
 
-    def pass_workspaces(self, func: Any, *sizes: int) -> None:
+    def allocate_and_free(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of `func`, one after the other; `sizes` are in bytes."""
         for num_bytes in sizes:
             site = self.attribution.site(func)
@@ -451,7 +451,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = func(*args, **kwargs)
             out = op.layout(op.call(args, kwargs, out)) if op.layout else out
-            return strides.plain(func, args, out) if op.is_pointwise else out
+            return strides.with_pointwise_strides(func, args, out) if op.is_pointwise else out
         except (NotImplementedError, RuntimeError) as error:
             try:
                 values = self.values.compute(func, args, kwargs)

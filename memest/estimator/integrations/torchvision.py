@@ -16,7 +16,7 @@ from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.autograd_ops import KEY_NAME, Next, kernel_above
 from memest.estimator.ops.registry import register
-from memest.estimator.ops.strides import copying
+from memest.estimator.ops.strides import contiguous_args
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, on_gpu
 from memest.units import ceil_div
@@ -38,11 +38,13 @@ def _after(module: ModuleType) -> None:
     ops = torch.ops.torchvision
     if _library or not hasattr(ops, "nms"):
         return
-    register(ops.roi_align.default, ops.roi_pool.default, requests=copying(0, 1))
+    register(ops.roi_align.default, ops.roi_pool.default, requests=contiguous_args(0, 1))
     # a gradient is read with its strides
-    register(ops._roi_align_backward.default, ops._roi_pool_backward.default, requests=copying(1))
-    register(ops.deform_conv2d.default, composed=_deform_conv2d)
-    register(ops._deform_conv2d_backward.default, composed=_deform_conv2d_backward)
+    register(
+        ops._roi_align_backward.default, ops._roi_pool_backward.default, requests=contiguous_args(1)
+    )
+    register(ops.deform_conv2d.default, decomposition=_deform_conv2d)
+    register(ops._deform_conv2d_backward.default, decomposition=_deform_conv2d_backward)
     make: Any = torch.library.Library  # untyped in torch
     library = make("torchvision", "IMPL")
     _library.append(library)

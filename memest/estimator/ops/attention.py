@@ -329,7 +329,6 @@ def run_attention(next_kernel: Next, *args: Any, **kwargs: Any) -> Tensor:
 
 
 # -------------------------------------------------------------------- what kernels request
-
 _FLOAT_BYTES = 4
 
 CUDNN_ENGINE_BYTES = 256
@@ -374,8 +373,6 @@ def _tokens_first(tensor: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------- flash
-
-
 def _dropout_offset(count: int, dropout_p: float) -> int:
     """Return by how much dropout of `count` numbers advances the random generator's offset; 0 if
     `dropout_p` is 0."""
@@ -481,8 +478,6 @@ def _gradients(c: KernelCall) -> Events:
 
 
 # ----------------------------------------------------------------------- efficient
-
-
 @registry.requests("_scaled_dot_product_efficient_attention", random_offset=_scores_step)
 def efficient_forward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_forward`: output, logsumexp, and perhaps an accumulator.
@@ -573,8 +568,6 @@ def _efficient_tile(
 
 
 # --------------------------------------------------------------------------- cuDNN
-
-
 def cudnn_output(args: Args, out: Any) -> Any:
     """Return `out`, the results of attention, with the strides that CUDA's kernel gives the first.
     The strides are those of the query `args[0]` (`alloc_with_matching_layout`). The meta kernel of
@@ -624,8 +617,6 @@ def cudnn_backward(c: KernelCall) -> Events:
 
 
 # ---------------------------------------------------------------------------- math
-
-
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
     """Allocations of `_safe_softmax` (attention.cpp): result, two bool masks, and a 0-d zero. The
@@ -652,7 +643,6 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 # --------------------------------------------------------------------- flash_attn
-
 AMPERE = (8, 0)  # `FlashAttention only supports Ampere GPUs or newer`
 
 

@@ -10,6 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.utils._python_dispatch import (
 )
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, named, op_of, registered
+from memest.estimator.ops import registry
+from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, op_of, overloads
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.tensors.patches import Patches
@@ -45,9 +47,8 @@ what the installed torch registers for AutocastCUDA. The release's `casts_rms_no
 third.
 """
 
-_library: list[torch.library.Library] = []
-_active_gpu: list[Gpu] = []
-_dispatch: Any = HigherOrderOperator.dispatch
+_active_gpus: list[Gpu] = []
+_torch_dispatch: Any = HigherOrderOperator.dispatch
 _CUDA = "cuda"  # the device whose autocast state counts
 
 
@@ -73,13 +74,13 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
     are cast where CUDA's autocast would cast them."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
-        # torch 2.8 and older have no rule for an operator in a mode
-        has_rule = hasattr(TorchDispatchMode, "supports_higher_order_operators")
-        is_ours = getattr(mode, "supports_higher_order_operators", False)
-        if is_ours and not has_rule and type(mode) not in self.python_key_table:
+        # torch 2.8 and older call no mode for an operator without a rule for the mode's class
+        torch_calls_modes = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+        takes_operator = getattr(mode, "supports_higher_order_operators", False)
+        if takes_operator and not torch_calls_modes and type(mode) not in self.python_key_table:
             with _pop_mode_temporarily() as mode:
                 return mode.__torch_dispatch__(self, [], args, kwargs)
-        return _dispatch(self, key, *args, **kwargs)
+        return _torch_dispatch(self, key, *args, **kwargs)
     if _AUTOCAST in self.py_kernels and torch.is_autocast_enabled(_CUDA):
         dtype = torch.get_autocast_dtype(_CUDA)
         args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
@@ -115,13 +116,13 @@ class CastCache:
         )
         if not is_cached:
             return tensor.to(dtype)
-        key = tensor._cdata
-        entry = self._casts.get(key)
-        if entry is not None and entry[0]() is tensor:
-            return entry[1]
-        with torch.enable_grad():  # it may be used again with gradients
+        if entry := self._casts.get(tensor._cdata):
+            source, cast = entry
+            if source() is tensor:  # the address of a deleted tensor may be in use again
+                return cast
+        with torch.enable_grad():  # a later use of the cast may need gradients
             cast = tensor.to(dtype)
-        self._casts[key] = weakref.ref(tensor), cast
+        self._casts[tensor._cdata] = weakref.ref(tensor), cast
         return cast
 
     def clear(self) -> None:
@@ -137,17 +138,17 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
     """Make torch decide as for CUDA tensors on `gpu` within the block. The decisions are the casts
     of autocast, and which operators run for dropout and attention. torch takes them before
     autograd. Kernels on the dispatch key `AutocastIPU` replace torch's code."""
-    _register_once()
-    _active_gpu.append(gpu)
+    _register_kernels()
+    _active_gpus.append(gpu)
     try:
-        with decisions_again():
+        with reenabled_decisions():
             yield
     finally:
-        _active_gpu.pop()
+        _active_gpus.pop()
 
 
 @contextlib.contextmanager
-def decisions_again() -> Iterator[None]:
+def reenabled_decisions() -> Iterator[None]:
     """Enable `decisions_of` again within the block, where a dispatch mode has disabled it."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
@@ -184,40 +185,40 @@ class Next:
 
 def active_gpu() -> Gpu:
     """Return the GPU of the innermost `decisions_of`."""
-    return _active_gpu[-1]
+    return _active_gpus[-1]
 
 
-def _register_once() -> None:
-    if _library:
-        return
+@cache
+def _register_kernels() -> tuple[Any, Any]:
+    """Register the kernels on `KEY_NAME`, and return the libraries that hold them. The cache keeps
+    the libraries, since torch removes the kernels of a deleted library."""
     library: Any = torch.library.Library  # untyped in torch
     fallback, aten = library("_", "IMPL"), library("aten", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, KEY_NAME)
-    _library.extend((fallback, aten))
-    policies = {
-        op: policy
-        for names, policy in (
-            (LOWER_PRECISION, lambda op, args, kwargs: _cast_all(args, kwargs)),
-            (FLOAT32, _to_float32),
-            (FLOAT32_RESULT, _to_float32_result),
-            (PROMOTE, _to_widest),
-            (("binary_cross_entropy",), _refuse),
-        )
-        for op in named(*names)
-    }
-    decisions, since_2_12 = registered("above_autograd"), set(named(*FLOAT32_SINCE_2_12))
-    for op in decisions | policies | dict.fromkeys(named(*NOT_IN_A_POLICY)):
-        kernel = kernel_above(op, decisions.get(op))
-        if op in policies:
-            kernel = _with_policy(op, policies[op], kernel)
-        if op in since_2_12:
+    policy_by_op: dict[OpOverload, Policy] = {}
+    for names, policy in (
+        (LOWER_PRECISION, lambda op, args, kwargs: _cast_all(args, kwargs)),
+        (FLOAT32, _to_float32),
+        (FLOAT32_RESULT, _to_float32_result),
+        (PROMOTE, _to_widest),
+        (("binary_cross_entropy",), _refuse),
+    ):
+        policy_by_op |= dict.fromkeys(overloads(*names), policy)
+    decision_by_op = registry.rules_by_op("above_autograd")
+    float32_since_2_12 = set(overloads(*FLOAT32_SINCE_2_12))
+    for op in decision_by_op | policy_by_op | dict.fromkeys(overloads(*NOT_IN_A_POLICY)):
+        kernel = kernel_above(op, decision_by_op.get(op))
+        if op in policy_by_op:
+            kernel = _with_policy(op, policy_by_op[op], kernel)
+        if op in float32_since_2_12:
             kernel = _with_policy(op, _to_float32_by_release, kernel)
         aten.impl(op, kernel, KEY_NAME, with_keyset=True)
     with warnings.catch_warnings():  # C++ warns once that a kernel replaces another
         warnings.simplefilter("ignore")
-        for op, key in registered("vmap_key").items():
+        for op, key in registry.rules_by_op("vmap_key").items():
             if key:
-                aten.impl(op, _under_vmap(op, decisions[op]), key)
+                aten.impl(op, _under_vmap(op, decision_by_op[op]), key)
+    return fallback, aten
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -250,20 +251,23 @@ def _on_one_device(op: OpOverload, args: Args) -> Args:
     their values. In `take_along_dim` integer tensors are indices, and are replaced too. In `istft`
     only the window is replaced.
     """
-    first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
-    if first is None:
+    without_data = [t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)]
+    if not without_data:
         return args
     if op is torch.ops.aten.istft.default:
-        window = torch.ops.aten.ones([args[3] or args[1]], device="meta")
-        return (*args[:4], window, *args[5:])  # C++ reads whether the window covers each sample
-    scalar = first.detach().as_strided((), ())
-    with_integers = op is torch.ops.aten.take_along_dim.default
+        call = op_of(op).call(args, {})  # C++ reads whether the window covers each sample
+        window = torch.ops.aten.ones([call.win_length or call.n_fft], device="meta")
+        return tuple((call | {"window": window})[name] for name in op_of(op).names)
+    meta_scalar = without_data[0].detach().as_strided((), ())
+    has_indices = op is torch.ops.aten.take_along_dim.default
 
-    def without_data(tensor: Tensor) -> Tensor:
-        is_length = not (tensor.is_floating_point() or tensor.dtype is torch.bool or with_integers)
-        return tensor if is_meta(tensor) or is_length else tensor * scalar.to(tensor.dtype)
+    def drop_data(tensor: Tensor) -> Tensor:
+        is_length = not (tensor.is_floating_point() or tensor.dtype is torch.bool or has_indices)
+        if is_meta(tensor) or is_length:
+            return tensor
+        return tensor * meta_scalar.to(tensor.dtype)  # keeps the autograd graph of `tensor`
 
-    return tuple(map_tensors(without_data, args))
+    return tuple(map_tensors(drop_data, args))
 
 
 def _is_on_gpu(args: Args) -> bool:
@@ -271,21 +275,21 @@ def _is_on_gpu(args: Args) -> bool:
 
 
 def _under_vmap(op: OpOverload, decide: Callable[..., Any]) -> Callable[..., Any]:
-    then = Next(op, None)
+    next_kernel = Next(op, None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_virtual = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        is_decided = is_virtual and _is_on_gpu(args)
-        return decide(then, *args, **kwargs) if is_decided else then(*args, **kwargs)
+        if is_virtual and _is_on_gpu(args):
+            return decide(next_kernel, *args, **kwargs)
+        return next_kernel(*args, **kwargs)
 
     return kernel
 
 
-def _with_policy(
-    op: OpOverload,
-    policy: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]],
-    kernel: Callable[..., Any],
-) -> Callable[..., Any]:
+Policy = Callable[[OpOverload, Args, Kwargs], tuple[Any, Any]]  # returns cast (args, kwargs)
+
+
+def _with_policy(op: OpOverload, policy: Policy, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if INSIDE.autocast or not torch.is_autocast_enabled(_CUDA):
             return kernel(keyset, *args, **kwargs)
@@ -347,7 +351,8 @@ def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[s
     if _is_eligible(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]
-    return ([given[n] for n in positional], {n: v for n, v in given.items() if n not in positional})
+    by_keyword = {name: value for name, value in given.items() if name not in positional}
+    return [given[name] for name in positional], by_keyword
 
 
 def _refuse(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
@@ -363,15 +368,15 @@ def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     return _cast_all(args, kwargs, torch.float32 if is_mixed else None)
 
 
-_KEYS_OF_PYTHON = {
+_KEY_OF_PYTHON_KERNEL = {
     "CUDA": torch._C.DispatchKey.CUDA,
     "CompositeExplicitAutograd[alias]": torch._C.DispatchKey.CompositeExplicitAutograd,
     "CompositeImplicitAutograd[alias]": _COMPOSITE,
 }
-_OF_TORCH = ("aten", "prim", "memest", "quantized", "c10d")
-_OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
+_TORCH_NAMESPACES = ("aten", "prim", "memest", "quantized", "c10d")
+_KEYS_OF_OWN_KERNELS = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
 _FUNCTIONAL = "_c10d_functional"  # C++ kernels allocate the result and call operators of `c10d`
-_EXPLICIT = frozenset(
+_DECOMPOSED_BELOW_AUTOGRAD = frozenset(
     f"aten::{name}"
     for name in """_euclidean_dist affine_grid_generator _trilinear _unsafe_index.Tensor allclose
     as_strided_scatter block_diag count_nonzero diagonal_scatter dist fft_fftfreq fft_rfftfreq
@@ -388,28 +393,28 @@ _EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunc
 
 def decomposition_key(func: Any) -> Any:
     """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel. A
-    function is returned for operators of `prims`, and for those with a rule `Op.composed`. For all
+    function is returned for operators of `prims`, and for those with an `Op.decomposition`. For all
     other operators the result is a key or None. An operator of another library is decomposed if it
     has a kernel in Python. torch's dispatcher stores the file in which a kernel was registered. The
     file of a Python kernel ends with `.py`; torch 2.6 and 2.8 store `/dev/null` instead."""
     name = func.name()
     if func.namespace == "prims":
         return getattr(func, "impl_aten", None)  # the function that CUDA runs
-    if composed := op_of(func).composed:
-        return composed
+    if decomposition := op_of(func).decomposition:
+        return decomposition
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if name in _EXPLICIT or func.namespace == _FUNCTIONAL:
+    if name in _DECOMPOSED_BELOW_AUTOGRAD or func.namespace == _FUNCTIONAL:
         key = next(key for key in _EXPLICIT_KEYS if has_kernel(name, key))
         return getattr(torch._C.DispatchKey, key)
-    if func.namespace in _OF_TORCH:
+    if func.namespace in _TORCH_NAMESPACES:
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(
-            has_kernel(name, key) for key in _OWN_KERNEL
+            has_kernel(name, key) for key in _KEYS_OF_OWN_KERNELS
         )
         return _COMPOSITE if is_composite else None
     for line in torch._C._dispatch_dump(name).splitlines():
         key, _, source = line.partition(": ")
-        if key in _KEYS_OF_PYTHON and (".py:" in source or "/dev/null:" in source):
-            return _KEYS_OF_PYTHON[key]
+        if key in _KEY_OF_PYTHON_KERNEL and (".py:" in source or "/dev/null:" in source):
+            return _KEY_OF_PYTHON_KERNEL[key]
     return None
 
 
@@ -418,12 +423,12 @@ def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) 
 
     If `key` is a function, it runs in place of `func`.
     """
-    depth, INSIDE.depth = INSIDE.depth, 0
+    depth, INSIDE.depth = INSIDE.depth, 0  # so that `mode` records the operators inside
     composite = INSIDE.composite
     if func.namespace in (_FUNCTIONAL, "aten"):  # C++ makes tensors with the options of the input
         INSIDE.composite = any(map(on_gpu, tensors_in(args)))
     try:
-        with mode, decisions_again():
+        with mode, reenabled_decisions():
             return key(*args, **kwargs) if callable(key) else func._op_dk(key, *args, **kwargs)
     finally:
         INSIDE.depth, INSIDE.composite = depth, composite

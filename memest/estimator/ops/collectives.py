@@ -73,7 +73,7 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
             with mode.memory.lock:
-                mode.pass_workspaces(func, len(parts) * parts[0].nbytes)
+                mode.allocate_and_free(func, len(parts) * parts[0].nbytes)
 
 
 @cache

@@ -1,8 +1,11 @@
 """Memory of a convolution of torch: contiguous copies, outputs and cuDNN's workspace.
 
 Sources: `aten/src/ATen/native/Convolution.cpp`, `cudnn/ConvShared.cpp` and `ConvUtils.h` (torch
-2.11) for memory formats, copies and which calls go to cuDNN. The workspaces come
-first below.
+2.11) for memory formats, copies and which calls go to cuDNN.
+
+cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the workspace.
+The installed library runs the heuristics without a GPU (`cudnn_library`); its answers are stored in
+the user's cache folder (`Answers`). Without it, `cudnn_rules` estimates the workspace.
 """
 
 import atexit
@@ -43,21 +46,13 @@ from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.versions import allows_tf32, simulated
 from memest.writing import cache_folder, write_whole
 
-# Workspaces of cuDNN's convolutions: from the installed cuDNN, else from a rule on shapes.
-#
-# cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the
-# workspace. The installed library runs the heuristics without a GPU (`cudnn_library`); its
-# answers are stored in the user's cache folder (`Answers`). Without it, `cudnn_rules` estimates
-# the workspace.
-
 MEASURED_CAPABILITY = (9, 0)  # GPU with which the library's answers were compared
 ANY_KERNELS = Kernels()
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Size of cuDNN's workspace for a convolution's output, input gradient or weight gradient.
-    `is_by_library` is False for an estimate."""
+    """Size of cuDNN's workspace for a convolution's output, input gradient or weight gradient."""
 
     num_bytes: int
     is_by_library: bool  # the installed cuDNN returned the size; otherwise it is an estimate
@@ -491,8 +486,6 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 
 # ------------------------------------------------------------------- gradients of gradients
-
-
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(next_kernel: Next, *args: Any) -> Any:
     """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.

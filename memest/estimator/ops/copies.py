@@ -140,7 +140,7 @@ def make_alike(next_kernel: Next, source: Any, *args: Any, **kwargs: Any) -> Any
         return next_kernel(source, *args, **kwargs)
 
 
-@registry.composed("is_set_to")
+@registry.decomposition("is_set_to")
 def is_set_to(x: Tensor, other: Tensor) -> bool:
     """Return whether two tensors view the same elements of one storage (TensorShape.cpp).
 

@@ -102,21 +102,18 @@ class CudnnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Restrictions on the kernels that cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp.
-    `are_deterministic` excludes kernels that are not deterministic. `are_without_tf32` excludes
-    kernels on tensor cores, which compute float32 in TF32."""
+    """Restrictions on the kernels that cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp."""
 
     are_deterministic: bool = False  # deterministic algorithms are requested
-    are_without_tf32: bool = False  # float32, and the script does not allow TF32
+    are_without_tf32: bool = False  # float32 without TF32, so not on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Engine configuration that cuDNN offers for a convolution. `notes` are its numerical notes
-    (`cudnnBackendNumericalNote_t`), and `is_estimated` is True if its workspace is an estimate."""
+    """Engine configuration that cuDNN offers for a convolution."""
 
     workspace_bytes: int  # bytes that the plan requests
-    notes: frozenset[int]  # numerical notes of its engine
+    notes: frozenset[int]  # numerical notes of its engine (`cudnnBackendNumericalNote_t`)
     is_estimated: bool = False  # `product_bytes` estimated it, rarely right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:

@@ -1,7 +1,8 @@
 """Elementwise operators, activations, softmax, fused optimizers and gradient scaling.
 
 Sources (torch 2.11, `aten/src/ATen/native`): UnaryOps.cpp, Pow.cpp, TensorCompare.cpp,
-cuda/SoftMax.cu, cuda/Activation.cpp.
+cuda/SoftMax.cu, cuda/Activation.cpp. For the fake quantization of `torch.ao.quantization`, in
+quantized/: FakeQuantPerTensorAffine.cpp, FakeQuantPerChannelAffine.cpp, cuda/FusedObsFakeQuant.cu.
 """
 
 import math
@@ -15,7 +16,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, contiguous_copy, copying, elementwise
+from memest.estimator.ops.strides import contiguous, contiguous_args, contiguous_copy, elementwise
 from memest.estimator.ops.temporaries import Scratch
 from memest.units import ceil_div
 
@@ -75,8 +76,9 @@ op(
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
 
-register("_softmax _log_softmax", requests=copying(0))  # SoftMax.cu
-register("_log_softmax_backward_data", requests=copying(0, 1), layout=contiguous)  # SoftMax.cu
+# SoftMax.cu
+register("_softmax _log_softmax", requests=contiguous_args(0))
+register("_log_softmax_backward_data", requests=contiguous_args(0, 1), layout=contiguous)
 
 
 @registry.requests("_softmax_backward_data")
@@ -124,13 +126,7 @@ def mish_backward(next_kernel: Next, grad: Tensor, x: Tensor) -> Tensor:
 register("mish_backward", result=registry.empty_like(1))
 
 
-# Fake quantization of `torch.ao.quantization`.
-#
-# Sources (torch 2.11, `aten/src/ATen/native/quantized`): FakeQuantPerTensorAffine.cpp,
-# FakeQuantPerChannelAffine.cpp, cuda/FusedObsFakeQuant.cu.
-
-
-@registry.composed("_fused_moving_avg_obs_fq_helper")
+@registry.decomposition("_fused_moving_avg_obs_fq_helper")
 def observe_and_quantize(
     x: Tensor, observer_on: Tensor, fake_quant_on: Tensor, running_min: Tensor, running_max: Tensor,
     scale: Tensor, zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int,

@@ -201,5 +201,5 @@ def _layer(src: Tensor, *args: Any) -> Tensor:
     return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out
 
 
-registry.register("_native_multi_head_attention", composed=_attention)
-registry.register("_transformer_encoder_layer_fwd", composed=_layer)
+registry.register("_native_multi_head_attention", decomposition=_attention)
+registry.register("_transformer_encoder_layer_fwd", decomposition=_layer)

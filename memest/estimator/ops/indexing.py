@@ -20,7 +20,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, op, register
+from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, ValueOf, op, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_bytes
 from memest.estimator.ops.strides import contiguous_copy
@@ -41,22 +41,23 @@ INDEX_PUT = tuple(getattr(aten, name).default for name in _PUTS.split())
 
 op(
     "embedding", "a copy of the indices if they have gaps (Embedding.cpp)",
-    before=lambda c: () if is_a_row(c.indices) else c.indices.nbytes,
+    before=lambda c: () if flattens_to_view(c.indices) else c.indices.nbytes,
 )  # fmt: skip
 
 
-def is_a_row(tensor: Tensor) -> bool:
+def flattens_to_view(tensor: Tensor) -> bool:
     """Return whether `tensor.reshape(-1)` is a view and not a copy."""
-    dims = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    dims = [(size, stride) for size, stride in sizes_and_strides if size != 1]
     return tensor.numel() == 0 or all(
-        outer == size * inner for (_, outer), (size, inner) in pairwise(dims)
+        outer_stride == size * stride for (_, outer_stride), (size, stride) in pairwise(dims)
     )
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
     """Return whether the gradient of `embedding` is summed by atomics (`use_fused_kernel`). It is
     for many indices into few rows. The weight has `num_rows` rows of `width` elements."""
-    padded_width = round_up(width, 32)
+    padded_width = round_up(width, 32)  # to a warp
     segments = min(num_indices, num_rows)
     grid = ceil_div(segments * padded_width, min(padded_width, MAX_BLOCK_SIZE))
     partials = num_indices // ROWS_PER_THREAD + segments
@@ -71,13 +72,16 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the bytes of each copy of `indices`. int32 ones are cast to int64 (`make_info` of
     TensorAdvancedIndexingUtils.h). If strides differ, all are made contiguous (`AdvancedIndex`)."""
-    expanded = broadcast(indices)
-    as_int64 = [
-        i if i.dtype != torch.int32 else torch.empty_like(i, dtype=torch.int64) for i in expanded
-    ]
-    casts = (new.nbytes for old, new in zip(expanded, as_int64, strict=True) if new is not old)
-    is_alike = len({i.stride() for i in as_int64}) == 1
-    return *casts, *(() if is_alike else contiguous_copy(*as_int64))
+    as_int64: list[Tensor] = []
+    casts: list[int] = []
+    for index in broadcast(indices):
+        if index.dtype == torch.int32:
+            index = torch.empty_like(index, dtype=torch.int64)
+            casts.append(index.nbytes)
+        as_int64.append(index)
+    if len({index.stride() for index in as_int64}) == 1:
+        return tuple(casts)
+    return *casts, *contiguous_copy(*as_int64)
 
 
 def index_tensors(args: Args) -> list[Tensor]:
@@ -116,10 +120,10 @@ def masked_scatter(c: KernelCall) -> Scratch:
 )
 def embedding_renorm(c: KernelCall) -> Events:
     """Allocations of `embedding_renorm_cuda_` (Embedding.cu): sorted indices, then unique ones."""
-    row = c.indices.numel() * INDEX_BYTES
-    sorting = *contiguous_copy(c.indices), *sort_bytes(c.indices, -1, c.gpu)
-    unique = passing(row, INDEX_BYTES, cub.select_bytes(c.indices.numel(), c.gpu))
-    return around((row,), around((row,), passing(*sorting)) + unique)
+    indices_bytes = c.indices.numel() * INDEX_BYTES
+    sorting = passing(*contiguous_copy(c.indices), *sort_bytes(c.indices, -1, c.gpu))
+    unique = passing(indices_bytes, INDEX_BYTES, cub.select_bytes(c.indices.numel(), c.gpu))
+    return around((indices_bytes,), around((indices_bytes,), sorting) + unique)
 
 
 _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
@@ -156,24 +160,26 @@ def _sorted_gradient(
     `grad`; () if no argument is copied."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
-    row = num_indices * INDEX_BYTES
-    segments = min(num_indices, num_rows)
-    partials = num_indices // ROWS_PER_THREAD + segments
-    per_segment, per_partial = segments * INDEX_BYTES, partials * INDEX_BYTES
+    num_segments = min(num_indices, num_rows)
+    num_partials = num_indices // ROWS_PER_THREAD + num_segments
+    indices_bytes = num_indices * INDEX_BYTES
+    segments_bytes, partials_bytes = num_segments * INDEX_BYTES, num_partials * INDEX_BYTES
     accumulator = accumulator_bytes_of(grad.dtype)
     if not adds_atomically(num_indices, num_rows, width, gpu):
-        sums: tuple[int, ...] = (partials * width * accumulator,)
-    else:  # the segment of each partial sum, and a float32 gradient if it is 16-bit
-        is_wide = accumulator != grad.itemsize
-        sums = (per_partial, num_rows * width * accumulator) if is_wide else (per_partial,)
-    sorting = passing(row, cub.radix_sort_bytes(num_indices, gpu))
-    adding = around((INDEX_BYTES,), passing(per_partial, *sums))
-    # partial sums of each segment, and their offsets
-    of_segments = around((per_segment, per_segment), passing(cub.scan_bytes(segments)) + adding)
-    unique = passing(row, cub.unique_by_key_bytes(num_indices, gpu))
+        sums = [num_partials * width * accumulator]
+    else:
+        sums = [partials_bytes]  # the segment of each partial sum
+        if accumulator != grad.itemsize:  # a float32 copy of the 16-bit gradient
+            sums.append(num_rows * width * accumulator)
+    sorting = passing(indices_bytes, cub.radix_sort_bytes(num_indices, gpu))
+    unique = passing(indices_bytes, cub.unique_by_key_bytes(num_indices, gpu))
+    scan = passing(cub.scan_bytes(num_segments))
+    adding = around((INDEX_BYTES,), passing(partials_bytes, *sums))
+    # the number of partial sums of each segment, and their offsets
+    segment_events = around((segments_bytes, segments_bytes), scan + adding)
     # starts of the segments, and their number
-    events = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
-    return around((*copies, row, row), events)  # sorted and original positions
+    events = sorting + gradient + around((indices_bytes, INDEX_BYTES), unique + segment_events)
+    return around((*copies, indices_bytes, indices_bytes), events)  # sorted, original positions
 
 
 @registry.requests("index_reduce index_reduce_")
@@ -220,21 +226,20 @@ register(
 
 
 def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
-    copies, count = contiguous_copy(mask), mask.numel()
-    counting = cub.sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms)
-    return around(
-        (*copies, 4), passing(counting) + positions + passing(cub.select_bytes(count, gpu))
-    )
+    num_elements = mask.numel()
+    counting = cub.sum_storage_bytes(num_elements, gpu.multiprocessor.threads * gpu.num_sms)
+    selecting = passing(cub.select_bytes(num_elements, gpu))
+    # 4 bytes have the number of nonzero elements
+    return around((*contiguous_copy(mask), 4), passing(counting) + positions + selecting)
 
 
-@registry.requests(
-    "masked_scatter_backward",
-    # the number of true entries of the mask
-    from_values=lambda value_of, args: tuple(
-        int(mask.sum()) for mask in [value_of(args[1])] if mask is not None
-    ),
-    shaped_by=lambda args: (),
-)
+def _num_masked(value_of: ValueOf, args: Args) -> tuple[int, ...]:
+    _, mask, *_ = args
+    mask_value = value_of(mask)
+    return () if mask_value is None else (int(mask_value.sum()),)
+
+
+@registry.requests("masked_scatter_backward", from_values=_num_masked, shaped_by=lambda args: ())
 def masked_scatter_backward(c: KernelCall) -> Events:
     """Allocations of `masked_scatter_backward`: the selected gradient, and zeros that follow it.
 
@@ -243,17 +248,19 @@ def masked_scatter_backward(c: KernelCall) -> Events:
     finds the positions of its true entries (one int64 for each of its dimensions) and gathers. If
     the mask is unknown, the whole source is assumed to be used.
     """
-    grad, mask, size = c.grad_output, c.mask.expand(c.grad_output.shape), c.out.numel()
-    num_selected = size
-    if c.known:
-        num_selected = min(size, c.known[0] * (grad.numel() // max(1, c.mask.numel())))
+    grad, source_numel = c.grad_output, c.out.numel()
+    mask = c.mask.expand(grad.shape)
+    num_selected = source_numel
+    if c.numbers_read:
+        (num_masked,) = c.numbers_read
+        num_selected = min(source_numel, num_masked * (grad.numel() // max(1, c.mask.numel())))
     positions = num_selected * mask.dim() * INDEX_BYTES
     finding = _selection(mask, temporaries(positions), c.gpu)
-    if num_selected >= size:
+    if num_selected >= source_numel:
         return finding + c.outputs() + temporaries(-positions)
-    selected_bytes, padding = num_selected * grad.itemsize, (size - num_selected) * grad.itemsize
+    padding = (source_numel - num_selected) * grad.itemsize
     gathered = temporaries(-positions) + around((padding,), c.outputs())
-    return finding + around((selected_bytes,), gathered)
+    return finding + around((num_selected * grad.itemsize,), gathered)
 
 
 @registry.requests(*INDEX_PUT, modelled=_has_no_mask)
@@ -265,7 +272,8 @@ def index_put(c: KernelCall) -> Scratch | Events:
         return Scratch()
     if c.accumulate and broadcast(indices)[0].numel() > 0:
         return _sorted_events(c, indices)
-    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
+    is_host_number = value.device.type == "cpu" and not value.dim()
+    number = (value.itemsize,) if is_host_number else ()
     return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
 
 
@@ -284,18 +292,21 @@ def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
     slice_size = prod(n for n, index in zip_longest(target.shape, c.indices) if index is None)
-    is_one = values.numel() == 1
-    expanded = values.reshape(()).expand(count * slice_size) if is_one else values
+    if values.numel() == 1:
+        values = values.reshape(()).expand(count * slice_size)
     steps = zip(target.shape, target.stride(), strict=True)
     largest_row = sum((size - 1) * step for size, step in steps) // max(1, slice_size)
-    row = count * INDEX_BYTES
+    indices_bytes = count * INDEX_BYTES
     sort = cub.radix_sort_bytes(count, c.gpu, num_bits=max(1, largest_row.bit_length()))
-    first, *remainders = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
-    num_checks = 2 * sum(map(is_meta, indices))
-    checks = [] if c.get("unsafe") else passing(INDEX_BYTES, 1) * num_checks
-    linear = passing(*first) + [e for remainder in remainders for e in passing(*remainder, row)]
-    sorting = passing(*contiguous_copy(expanded), row, row, row, sort)
-    return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
+    num_on_gpu = sum(map(is_meta, indices))
+    checks = [] if c.get("unsafe") else passing(INDEX_BYTES, 1) * (2 * num_on_gpu)  # both bounds
+    linear: Events = []
+    for i, index in enumerate(indices):
+        remainder = indices_bytes if is_meta(index) else 0
+        product = indices_bytes if i > 0 else 0  # that of the first index stays allocated
+        linear += passing(remainder, product)
+    sorting = passing(*contiguous_copy(values), *(indices_bytes,) * 3, sort)
+    return outputs({0: target.nbytes}) + checks + around((indices_bytes,), linear + sorting)
 
 
 op(
@@ -316,18 +327,19 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
     number through a mask (`canDispatchToMaskedFill`).
     """
     is_select = func is aten.masked_select.default
-    source, indices = args[0], args[1]
+    source, indices, *rest = args
     if is_select:
-        mask, source = broadcast([t.unsqueeze(0) if t.dim() == 0 else t for t in args[1::-1]])
+        mask, source = broadcast([t.unsqueeze(0) if t.dim() == 0 else t for t in (indices, source)])
         indices = [mask]
     tensors = [index for index in indices if index is not None]
-    masks = [index for index in tensors if index.dtype in MASK_DTYPES]
+    has_mask = any(index.dtype in MASK_DTYPES for index in tensors)
     _check_masks(source, indices)
-    if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, tensors))):
+    if (has_mask and _is_fill(args)) or (not has_mask and all(map(on_gpu, tensors))):
         return func, args
     if func in _COPIED_FIRST:
-        func, source = aten.index_put_.default, mode.call(aten.clone.default, (source,), {})
-    is_sorted = len(args) > 3 and args[3]
+        source = mode.call(aten.clone.default, (source,), {})
+        func = aten.index_put_.default
+    is_sorted = _accumulates(args)
     new_indices: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
@@ -338,37 +350,49 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
         if index is not None and not (on_gpu(index) or (is_sorted and not is_meta(index))):
             index = mode.call(aten._to_copy.default, (index,), {"device": META})
         new_indices += index.unbind(1) if is_mask else [index]
-    return aten.index.Tensor if is_select else func, (source, new_indices, *args[2:])
+    return aten.index.Tensor if is_select else func, (source, new_indices, *rest)
 
 
 def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
     """Raise torch's `IndexError` if a mask differs in shape from the dimensions that it indexes."""
-    mask_dims: list[Any] = []
+    source_dim = 0
     for index in indices:
-        is_mask = index is not None and index.dtype in MASK_DTYPES
-        mask_dims += [(index, j) for j in range(index.dim())] if is_mask else [(None, 0)]
-    for dim, (mask, j) in enumerate(mask_dims):
-        if mask is not None and mask.size(j) != source.size(dim):
-            text = f"The shape of the mask {list(mask.shape)} at index {j} does not match the shape"
-            raise IndexError(f"{text} of the indexed tensor {list(source.shape)} at index {dim}")
+        if index is None or index.dtype not in MASK_DTYPES:
+            source_dim += 1
+            continue
+        for mask_dim, size in enumerate(index.shape):
+            if size != source.size(source_dim):
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {mask_dim} does not match "
+                    f"the shape of the indexed tensor {list(source.shape)} at index {source_dim}"
+                )
+            source_dim += 1
 
 
 def _is_fill(args: Args) -> bool:
     """Return whether `index_put` with `args` writes a single number without accumulation."""
-    return len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+    return len(args) > 2 and args[2].numel() == 1 and not _accumulates(args)
+
+
+def _accumulates(args: Args) -> bool:
+    return len(args) > 3 and bool(args[3])
 
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
 # TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp
-_INDEX = accepts(
+_refuse_index = accepts(
     2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"
 )
-_ADDED = same_type(0, 3, "index_add_(): self ({}) and source ({}) must have the same scalar type")
-_MASK = accepts(1, (torch.bool,), "masked_fill only supports boolean masks, but got dtype {}")
+_refuse_added = same_type(
+    0, 3, "index_add_(): self ({}) and source ({}) must have the same scalar type"
+)
+_refuse_mask = accepts(
+    1, (torch.bool,), "masked_fill only supports boolean masks, but got dtype {}"
+)
 
-register("index_add index_add_", refuse=lambda c: _INDEX(c) or _ADDED(c))
-register("masked_fill.Scalar masked_fill_.Scalar", refuse=lambda c: _MASK(c) or fits(c))
+register("index_add index_add_", refuse=lambda c: _refuse_index(c) or _refuse_added(c))
+register("masked_fill.Scalar masked_fill_.Scalar", refuse=lambda c: _refuse_mask(c) or fits(c))
 register(
     "index_put index_put_",
     refuse=same_type(0, 2, "Index put requires the source and destination dtypes match, got {} for "

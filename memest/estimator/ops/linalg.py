@@ -430,7 +430,7 @@ registry.register(
 )
 
 
-@registry.composed("linalg_matrix_exp")
+@registry.decomposition("linalg_matrix_exp")
 def matrix_exp(a: Tensor) -> Tensor:
     """Run `linalg_matrix_exp` as `mexp` of LinearAlgebra.cpp, with the polynomial of degree 18.
 

@@ -18,7 +18,7 @@ from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, contiguous_copy, like
+from memest.estimator.ops.strides import contiguous, contiguous_copy, strides_like
 from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
 
@@ -163,7 +163,7 @@ register("binary_cross_entropy", refuse=same_type(1, 0, "Found dtype {} but expe
 register(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward", layout=contiguous
 )  # Loss.cpp
-register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
+register("binary_cross_entropy_backward", layout=strides_like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:

@@ -50,7 +50,8 @@ aten = torch.ops.aten
 
 _POINTER_BYTES = 8
 _PROBLEM_BYTES = 3 * 4  # M, N and K of a group as int32
-_RECORDED = (9, 0)  # capability of the GPU on which the workspace was recorded
+_STRIDE_BYTES = 3 * 8  # one int64 stride of each of both operands and the result
+_RECORDED_CAPABILITY = (9, 0)  # of the GPU on which the workspace was recorded
 _DESCRIPTOR_BYTES = 128  # a `CUtensorMap`
 _DESCRIPTORS_PER_SM = 4
 """Descriptors of both operands, the result and the addend (CUTLASS's array mainloop and epilogue).
@@ -75,8 +76,8 @@ def grouped_mm_output(c: KernelCall) -> Tensor:
     else:
         size = [left.size(0), left.size(1), right.size(-1)]
     row = round_up(size[-1], 16 // left.itemsize)
-    stride = [row, 1] if len(size) == 2 else [size[1] * row, row, 1]
-    return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
+    strides = [row, 1] if len(size) == 2 else [size[1] * row, row, 1]
+    return torch.empty_strided(size, strides, dtype=left.dtype, device=left.device)
 
 
 def _is_fused(c: KernelCall) -> bool:
@@ -88,7 +89,7 @@ def _is_fused(c: KernelCall) -> bool:
 @registry.requests(
     "_grouped_mm",
     when="the product is a loop without memory of its own, or was recorded",
-    modelled=lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
+    modelled=lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED_CAPABILITY,
 )
 def grouped_mm(c: KernelCall) -> Scratch:
     """Allocations of a grouped product: two tables of the fused kernel; none for a loop of `mm`.
@@ -101,9 +102,9 @@ def grouped_mm(c: KernelCall) -> Scratch:
     if not _is_fused(c):
         return Scratch()
     groups = c.self.size(0) if c.offs is None else c.offs.size(0)
-    pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
+    pointers = 3 * _POINTER_BYTES * round_up(groups, 2)
     descriptors = c.gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
-    return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
+    return Scratch(after=(pointers + groups * (_PROBLEM_BYTES + _STRIDE_BYTES), descriptors))
 
 
 @registry.refuse("addmm addmm_")
@@ -119,8 +120,8 @@ def refuse_addmm(c: KernelCall) -> str:
     return ""
 
 
-_UNLIKE = "expected mat1 and mat2 to have the same dtype, but got: {} != {}"
-register("mm", refuse=same_type(0, 1, _UNLIKE, cpp_type))  # cuda/Blas.cpp
+_DTYPES_DIFFER = "expected mat1 and mat2 to have the same dtype, but got: {} != {}"
+register("mm", refuse=same_type(0, 1, _DTYPES_DIFFER, cpp_type))  # cuda/Blas.cpp
 register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
 register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
 register("bmm", refuse=expects(0, 1, "baddbmm_cuda"))
@@ -140,16 +141,13 @@ def linear(next_kernel: Next, x: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 # ------------------------------------------------------------------------ cuBLAS
-
 LT_WORKSPACE_BYTES = MIB  # `parseCUDABlasLtWorkspaceSize`: 1024 KiB, pytorch issue 73328
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """cuBLAS call of an operator. `kind` is "matrix", "batch", "vector" or "dot"; `first` the
-    position of the first of two factors; `fused` "bias", "activation" or "scaled" (cuBLASLt), or
-    ""."""
+    """cuBLAS call of an operator."""
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it
@@ -223,9 +221,7 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 
 @dataclass(frozen=True, slots=True)
 class CublasSettings:
-    """Sizes and lifetimes of the workspaces of a cuBLAS handle and of cuBLASLt (`lt`). `is_shared`:
-    cuBLASLt uses the handle's. `is_per_call`: each call allocates its own. `calls_lt`: `addmm` with
-    a fusable bias calls cuBLASLt."""
+    """Sizes and lifetimes of the workspaces of a cuBLAS handle and of cuBLASLt (`lt`)."""
 
     handle_bytes: int  # workspace of a handle
     lt_bytes: int  # workspace of cuBLASLt
@@ -298,36 +294,34 @@ class CublasWorkspaces:
         """
         op = op_of(func)
         product: Product | None = op.product
-        if product is None:
-            if op.calls_cublas is None or not op.calls_cublas(op.call(tuple(args), dict(kwargs))):
-                return (), ()
-            temporary: tuple[int, ...] = ()
-        else:
+        copies: tuple[int, ...] = ()
+        if product is not None:
             # torch returns early if the result or the summed dimension is empty, except in `dot`
             is_empty = not all(factor.numel() for factor in _factors(product, args))
             if is_empty and product.kind != "dot":
                 return (), ()
-            temporary = _operand_copies(product, args)
+            copies = _operand_copies(product, args)
+        elif op.calls_cublas is None or not op.calls_cublas(op.call(tuple(args), dict(kwargs))):
+            return (), ()
+        if self._settings is None:
+            self._settings = cublas_settings(self._capability, self._release, os.environ)
         settings = self._settings
-        if settings is None:
-            settings = cublas_settings(self._capability, self._release, os.environ)
-            self._settings = settings
-        is_lt = False
+        needs_lt = False
         has_lt = settings.is_shared or caller in self._with_lt
         if product is not None and not has_lt:
-            may_fuse = settings.calls_lt or product.fused == "scaled"
-            is_lt = may_fuse and _calls_lt(product, args, kwargs)
+            may_call_lt = settings.calls_lt or product.fused == "scaled"
+            needs_lt = may_call_lt and _calls_lt(product, args, kwargs)
         if settings.is_per_call:
-            workspace = settings.lt_bytes if is_lt else settings.handle_bytes
-            return (), (*temporary, *filter(None, [workspace]))
+            workspace = settings.lt_bytes if needs_lt else settings.handle_bytes
+            return (), (*copies, workspace) if workspace else copies
         persistent = []
         if caller not in self._with_handle:
             self._with_handle.add(caller)
             persistent.append(settings.handle_bytes)
-        if is_lt:
+        if needs_lt:
             self._with_lt.add(caller)
             persistent.append(settings.lt_bytes)
-        return tuple(filter(None, persistent)), temporary
+        return tuple(num_bytes for num_bytes in persistent if num_bytes), copies
 
 
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -341,10 +335,12 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     is a contiguous matrix, the second factor has several rows and columns, and the summand is a
     contiguous row. With a fused activation the summand may be a matrix. Evidence: a first factor of
     one row called cuBLASLt on an H200 (torch 2.11.0)."""
-    if not product.fused or product.fused == "scaled":
-        return bool(product.fused)
-    bias, (left, right) = args[0], _factors(product, args)
-    out = kwargs.get("out")
+    if product.fused == "scaled":
+        return True
+    if not product.fused:
+        return False
+    bias, out = args[0], kwargs.get("out")
+    left, right = _factors(product, args)
     if kwargs.get("beta", 1) != 1 or left.dtype not in _LT_DTYPES:
         return False
     if out is not None and not (out.dim() == 2 and out.is_contiguous()):
@@ -364,16 +360,15 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     left, right = _factors(product, args)
     if product.kind == "vector":
-        is_read_in_place = right.stride(0) != 0 or right.is_contiguous()
-        fits = [(right, is_read_in_place), (left, _matrix_has_unit_stride(left))]
+        is_right_read_in_place = right.stride(0) != 0 or right.is_contiguous()
+        operands = [(right, is_right_read_in_place), (left, _matrix_has_unit_stride(left))]
     elif product.kind == "matrix":
-        fits = [(right, is_dense(right) or _matrix_has_unit_stride(right))]
-        fits += [(left, is_dense(left) or _matrix_has_unit_stride(left))]
+        operands = [(t, is_dense(t) or _matrix_has_unit_stride(t)) for t in (right, left)]
     elif right.shape[2] == 1:  # a batch of columns is column-major already: nothing is swapped
-        fits = [(left, _batch_fits(left, fast=1)), (right, _batch_fits(right, fast=1))]
+        operands = [(t, _batch_fits(t, fast=1)) for t in (left, right)]
     else:
-        fits = [(right, _batch_fits(right, fast=2)), (left, _batch_fits(left, fast=2))]
-    return tuple(t.nbytes for t, fit in fits if not fit)
+        operands = [(t, _batch_fits(t, fast=2)) for t in (right, left)]
+    return tuple(tensor.nbytes for tensor, is_read_in_place in operands if not is_read_in_place)
 
 
 def _matrix_has_unit_stride(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, contiguous_copy, copying, like
+from memest.estimator.ops.strides import contiguous, contiguous_args, contiguous_copy, strides_like
 from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 from memest.estimator.versions import simulated
 from memest.units import ceil_div, last_power_of_2
@@ -160,7 +160,7 @@ op(
 )  # fmt: skip
 
 
-@registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
+@registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=strides_like(1))
 def native_batch_norm_backward(c: KernelCall) -> Events:
     """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them. One
     kernel runs if channels are not contiguous and the input needs a gradient. Else sums over the
@@ -210,7 +210,7 @@ def norm_backward(c: KernelCall) -> Events:
 
 
 register(
-    "native_layer_norm _fused_rms_norm", requests=copying(0, is_before=True)
+    "native_layer_norm _fused_rms_norm", requests=contiguous_args(0, is_before=True)
 )  # layer_norm_kernel.cu
 
 

@@ -35,68 +35,72 @@ from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
 
-WORDS, SHIFT, DEGREE = 624, 397, 19937  # words of a state, recurrence, bits that count
-_MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
-_LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
-"""Slices of the generator state's bytes: words left, index of the next word, words of 8 bytes."""
+# MT19937: words of a state, words between those of the recurrence, bits of a state that count
+MT_WORDS, MT_SHIFT, MT_DEGREE = 624, 397, 19937
+_MT_MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
+# bytes of a CPU generator's state: number of words left, index of the next word, words of 8 bytes
+_WORDS_LEFT, _NEXT_INDEX, _STATE_WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * MT_WORDS)
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
     """Advance a CPU `generator` (Mersenne Twister) by `count` 32-bit numbers, 624 or more."""
-    # draw `WORDS` numbers, so that every word of the state is one that the recurrence made
-    torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
-    count -= WORDS
+    # draw `MT_WORDS` numbers, so that every word of the state is one that the recurrence made
+    torch.empty(MT_WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
+    count -= MT_WORDS
     state = generator.get_state().numpy().copy()
-    num_left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)
-    count -= int(num_left[0]) - 1
-    num_blocks = ceil_div(count, WORDS)
-    if num_blocks > 0:
-        words[:] = _state_after(words.astype(np.uint32), num_blocks * WORDS)
-        count -= (num_blocks - 1) * WORDS
-        num_left[0] = WORDS + 1 - count
-        state[_NEXT].view(np.uint64)[0] = count
+    # views of `state`, so that writes change it
+    num_left, words = state[_WORDS_LEFT].view(np.int32), state[_STATE_WORDS].view(np.uint64)
+    next_index = state[_NEXT_INDEX].view(np.uint64)
+    unused = int(num_left[0]) - 1  # numbers of the current state that are not drawn yet
+    num_new_states = ceil_div(count - unused, MT_WORDS)
+    if num_new_states > 0:
+        words[:] = _advance_state(words.astype(np.uint32), num_new_states * MT_WORDS)
+        used = count - unused - (num_new_states - 1) * MT_WORDS  # numbers of the last state
+        num_left[0] = MT_WORDS + 1 - used
+        next_index[0] = used
     else:
-        state[_NEXT].view(np.uint64)[0] += np.uint64(count + int(num_left[0]) - 1)
-        num_left[0] = 1 - count
+        next_index[0] += np.uint64(count)
+        num_left[0] -= count
     generator.set_state(torch.from_numpy(state))
 
 
-def _state_after(words: Array, steps: int) -> Array:
+def _advance_state(words: Array, steps: int) -> Array:
     """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step
     multiplies the bits of the state by a matrix, which is a root of its characteristic polynomial.
     Let r be the remainder of t^`steps` divided by this polynomial. Then the result is the sum (xor)
     of the states after k steps, for each term t^k of r."""
     twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
-    blocks = [words]
-    for _ in range(ceil_div(DEGREE, WORDS)):
-        twister.random_raw(WORDS, output=False)
-        blocks.append(twister.state["state"]["key"])
-    sequence = np.concatenate(blocks)
-    result = np.zeros(WORDS, dtype=np.uint32)
-    for exponent in _exponents(_power(steps)):
-        result ^= sequence[exponent : exponent + WORDS]
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": MT_WORDS}}
+    states = [words]
+    for _ in range(ceil_div(MT_DEGREE, MT_WORDS)):
+        twister.random_raw(MT_WORDS, output=False)
+        states.append(twister.state["state"]["key"])
+    sequence = np.concatenate(states)
+    result = np.zeros(MT_WORDS, dtype=np.uint32)
+    for exponent in _exponents(_power_of_t(steps)):
+        result ^= sequence[exponent : exponent + MT_WORDS]
     return result
 
 
 # Polynomials over bits: bit i of a number is the coefficient of t^i.
 
 
-def _power(steps: int) -> int:
+def _power_of_t(steps: int) -> int:
     """Return t^`steps` modulo the characteristic polynomial of a Mersenne Twister's step (Matsumoto
     and Nishimura, 1998). Bit i of the result is the coefficient of t^i."""
     characteristic = 1
-    for bit in range(31):
-        product = (characteristic << WORDS - 1) ^ (characteristic << SHIFT - 1)
-        characteristic = product ^ (_MATRIX >> bit & 1)
-    characteristic = (characteristic << WORDS) ^ (characteristic << SHIFT) ^ (_MATRIX >> 31)
+    for bit in range(31):  # a step joins the upper bit of one word to the lower 31 of the next
+        product = (characteristic << MT_WORDS - 1) ^ (characteristic << MT_SHIFT - 1)
+        characteristic = product ^ (_MT_MATRIX >> bit & 1)
+    product = (characteristic << MT_WORDS) ^ (characteristic << MT_SHIFT)
+    characteristic = product ^ (_MT_MATRIX >> 31)
     *terms, _ = _exponents(characteristic)
     power = 1
     for digit in bin(steps)[2:]:
         power = int(bin(power)[2:], 4) << int(digit)  # base 4 puts a 0 between bits: the square
-        while high := power >> DEGREE:
-            power &= (1 << DEGREE) - 1
-            for term in terms:  # t^DEGREE is the sum of the other terms
+        while high := power >> MT_DEGREE:
+            power &= (1 << MT_DEGREE) - 1
+            for term in terms:  # t^MT_DEGREE is the sum of the other terms
                 power ^= high << term
     return power
 
@@ -113,14 +117,14 @@ Numbers = NDArray[Any]
 
 BLOCK_THREADS = 256
 DRAWS = 4  # 32-bit numbers that one Philox call returns; offsets are multiples of it
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_STEPS = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_WIDE = 1 << 32  # integers from a range of this size on take 64 bits each
+_PHILOX_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_PHILOX_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_PHILOX_ROUNDS = 10
+_LOW_32_BITS, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_WIDE_RANGE = 1 << 32  # integers from a range of this size on take 64 bits each
 MAX_NUMEL = 1 << 18  # most random numbers that are computed; larger draws only advance the offset
 MAX_NORMALS = 1 << 14  # like `MAX_NUMEL` for normal numbers, which are noise and weights
-MOST_ROWS = 65535  # blocks in the second dimension of a grid
+MAX_GRID_ROWS = 65535  # blocks in the second dimension of a grid
 DEFAULT_SEED = 67280421310721  # `default_rng_seed_val` (GeneratorImpl.h); GPUs start at random
 
 
@@ -149,33 +153,34 @@ class GpuGenerator:
 def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
     """Return four arrays of 32-bit random words, with an item for each (`sequence`, `counter`):
     Philox 4x32 in ten rounds, with key `seed`."""
-    words = [counter & _LOW, counter >> _HALF, sequence & _LOW, sequence >> _HALF]
+    words = [counter & _LOW_32_BITS, counter >> _32, sequence & _LOW_32_BITS, sequence >> _32]
     keys = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(_ROUNDS):
-        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+    for _ in range(_PHILOX_ROUNDS):
+        first, second = words[0] * _PHILOX_MULTIPLIERS[0], words[2] * _PHILOX_MULTIPLIERS[1]
         words = [
-            (second >> _HALF) ^ words[1] ^ np.uint64(keys[0]),
-            second & _LOW,
-            (first >> _HALF) ^ words[3] ^ np.uint64(keys[1]),
-            first & _LOW,
+            (second >> _32) ^ words[1] ^ np.uint64(keys[0]),
+            second & _LOW_32_BITS,
+            (first >> _32) ^ words[3] ^ np.uint64(keys[1]),
+            first & _LOW_32_BITS,
         ]
-        keys = [(key + step) & 0xFFFFFFFF for key, step in zip(keys, _STEPS, strict=True)]
+        keys = [
+            (key + step) & 0xFFFFFFFF for key, step in zip(keys, _PHILOX_KEY_STEPS, strict=True)
+        ]
     return words
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Grid of `distribution_elementwise_grid_stride_kernel`: `num_threads` that draw `count`
-    numbers. A call of Philox gives a thread four 32-bit words, which are `per_draw` numbers."""
+    """Grid of `distribution_elementwise_grid_stride_kernel`: threads that draw `count` numbers."""
 
     count: int
     num_threads: int
-    per_draw: int  # numbers of one draw of four words: 4, or 2 of 64 bits
+    per_draw: int  # numbers of one call of Philox, which gives four words: 4, or 2 of 64 bits
 
     @property
     def offset(self) -> int:
         """Increase of the generator's offset by this kernel."""
-        return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
+        return ceil_div(self.count, self.num_threads * self.per_draw) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
         """Return (Philox words of all numbers, part of each number). The words are four arrays;
@@ -193,13 +198,13 @@ def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
     """Return the grid of `calc_execution_policy` for `count` numbers. It has at most the blocks
     that `gpu` runs at once. A call of Philox gives `per_draw` numbers: 4, or 2 of 64 bits."""
     max_blocks = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
-    return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), max_blocks), per_draw)
+    num_blocks = min(ceil_div(count, BLOCK_THREADS), max_blocks)
+    return Launch(count, num_blocks * BLOCK_THREADS, per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
     """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`), in
-    float64 if `is_double`, else float32. `part` is the index of each number's word among its four
-    Philox `words`; in float64, the index of its pair of words."""
+    float64 if `is_double`, else float32. `words` and `part` are those of `Launch.words`."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -212,17 +217,16 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
 
 
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return exponential numbers with a rate of 1 (`transformation::exponential`), in float64 if
-    `is_double`. `part` is each number's index among its Philox `words`."""
+    """Return exponential numbers of rate 1 (`transformation::exponential`), like `_uniform`."""
     uniform = _uniform(words, part, is_double)
     half = np.finfo(uniform.dtype).eps / 2
     return -np.where(uniform >= 1 - half, -half, np.log(uniform))
 
 
 def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
-    if high - low >= _WIDE:
+    if high - low >= _WIDE_RANGE:
         first, second = _pair(words, part)
-        numbers = (first << _HALF) | second
+        numbers = (first << _32) | second
     else:
         numbers = np.choose(part, words)
     return (numbers % np.uint64(high - low)).astype(np.int64) + low
@@ -246,32 +250,30 @@ class CudaRng:
         handle = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(handle, "_cdata", 0), self.default)
         result: Tensor = out[0] if isinstance(out, tuple | list) else out
-        count, func = result.numel(), op.func
+        count, func, dtype = result.numel(), op.func, result.dtype
         name = func._schema.name.removeprefix("aten::")
-        if not count or not (op.random_offset or is_drawn(name, args)):
+        if not count or not (op.random_offset or draws_numbers(name, args)):
             return None
         call = op.call(args, kwargs, result, self.gpu)
-        increase = op.random_offset and op.random_offset(call)
+        increase = op.random_offset(call) if op.random_offset else None
         if increase is not None:
             generator.offset += increase
             return None
         if name == "multinomial":
             return self._draw_indices(generator, call, probs)
-        low, high = _range(func, args, result.dtype) if name in _OF_INTEGERS else (0, 1)
-        is_double = result.dtype == torch.float64
-        takes_two = (is_double and name not in _DROPOUTS) or high - low >= _WIDE
-        per_draw = 2 if takes_two else DRAWS
-        plan = launch(count, self.gpu, per_draw)
-        numbers = None
-        limit = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
+        low, high = _range(func, args, dtype) if name in _INTEGER_OPS else (0, 1)
+        is_double = dtype == torch.float64
+        takes_64_bits = (is_double and name not in _DROPOUTS) or high - low >= _WIDE_RANGE
+        grid = launch(count, self.gpu, 2 if takes_64_bits else DRAWS)
+        limit = MAX_NORMALS if name in _NORMAL_OPS else MAX_NUMEL
         is_computed = count <= limit and not isinstance(result, torch.nn.Parameter)
-        if is_computed and (name in _NUMBERS or name in _OF_INTEGERS):
-            words, part = plan.words(generator)
-            if name in _OF_INTEGERS:
-                numbers = torch.from_numpy(_integers(words, part, low, high)).to(result.dtype)
-            elif not (name in _NORMALS and is_double):
-                numbers = _NUMBERS[name](words, part, result.dtype, *_params(func, args, kwargs))
-        generator.offset += plan.offset
+        numbers = None
+        if is_computed and name in _INTEGER_OPS:
+            numbers = torch.from_numpy(_integers(*grid.words(generator), low, high)).to(dtype)
+        elif is_computed and name in _NUMBERS_BY_OP and not (name in _NORMAL_OPS and is_double):
+            parameters = _distribution_parameters(func, args, kwargs)
+            numbers = _NUMBERS_BY_OP[name](*grid.words(generator), dtype, *parameters)
+        generator.offset += grid.offset
         if numbers is None:
             return None
         strides = result.stride()  # numbers are drawn in memory order
@@ -286,17 +288,19 @@ class CudaRng:
         num_samples: int = c.num_samples
         rows = tensor.numel() // tensor.size(-1)
         if c.replacement and num_samples > 1:
-            index = (
-                _pick(generator, probs, num_samples) if probs is not None and rows == 1 else None
-            )
-            generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
-            return index
-        plan = launch(tensor.numel(), self.gpu, 2 if tensor.dtype == torch.float64 else DRAWS)
-        words, part = plan.words(generator) if probs is not None else ([], None)
-        generator.offset += plan.offset
-        if probs is None or part is None or tensor.dtype == torch.float64:
+            indices = None
+            if probs is not None and rows == 1:
+                indices = _pick(generator, probs, num_samples)
+            generator.offset += DRAWS * ceil_div(rows, MAX_GRID_ROWS)
+            return indices
+        is_double = tensor.dtype == torch.float64
+        grid = launch(tensor.numel(), self.gpu, 2 if is_double else DRAWS)
+        is_computed = probs is not None and not is_double
+        numbers = _exponential(*grid.words(generator), False) if is_computed else None
+        generator.offset += grid.offset
+        if numbers is None:
             return None
-        noise = torch.from_numpy(_exponential(words, part, False)).to(tensor.dtype)
+        noise = torch.from_numpy(numbers).to(tensor.dtype)
         quotients: Tensor = probs / noise.view(probs.shape)
         if num_samples == 1:
             return quotients.argmax(-1, keepdim=True)
@@ -313,14 +317,14 @@ def _pick(generator: GpuGenerator, probs: Tensor, num_samples: int) -> Tensor | 
     words = philox(generator.seed, thread, counter)
     uniforms = torch.from_numpy(_uniform(words, np.zeros(num_samples, np.int64), False))
     row = probs.reshape(-1)
-    return torch.searchsorted((row / row.sum()).cumsum(0), uniforms).view(*probs.shape[:-1], -1)
+    cumulative = (row / row.sum()).cumsum(0)
+    return torch.searchsorted(cumulative, uniforms).view(*probs.shape[:-1], -1)
 
 
 def _uniform_of(
     words: list[Words], part: Parts, dtype: torch.dtype, start: float = 0.0, end: float = 1.0
 ) -> Tensor:
-    """Return uniform numbers from `start` to `end` (excluded), as `dtype`. `part` is each number's
-    index among its Philox `words`."""
+    """Return uniform numbers from `start` to `end` (excluded), as `dtype`."""
     uniforms = _uniform(words, part, dtype == torch.float64)
     scaled = uniforms * uniforms.dtype.type(end - start) + uniforms.dtype.type(start)
     result = torch.from_numpy(scaled).to(dtype)
@@ -330,13 +334,12 @@ def _uniform_of(
 def _normal_of(
     words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    """Return normal numbers by Box and Muller (`curand_normal4`), as `dtype`. `part` is each
-    number's index among its Philox `words`."""
+    """Return normal numbers by Box and Muller (`curand_normal4`), as `dtype`."""
     normals = []
     for first, second in (words[:2], words[2:]):
         radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
-        turn = 2 * math.pi * 2.0**-32
-        angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
+        unit = 2 * math.pi * 2.0**-32
+        angle = second.astype(np.float32) * np.float32(unit) + np.float32(unit / 2)
         length = np.sqrt(np.float32(-2) * np.log(radius))
         normals += [length * np.sin(angle), length * np.cos(angle)]
     numbers = np.choose(part, normals) * np.float32(std) + np.float32(mean)
@@ -347,7 +350,7 @@ def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: flo
     return torch.from_numpy(_uniform(words, part, dtype == torch.float64) < odds).to(dtype)
 
 
-_NUMBERS: dict[str, Callable[..., Tensor]] = {
+_NUMBERS_BY_OP: dict[str, Callable[..., Tensor]] = {
     "rand": _uniform_of, "rand_like": _uniform_of, "uniform_": _uniform_of,
     "randn": _normal_of, "randn_like": _normal_of, "normal_": _normal_of,
     "bernoulli_": _bernoulli_of, "bernoulli": _bernoulli_of,
@@ -355,25 +358,26 @@ _NUMBERS: dict[str, Callable[..., Tensor]] = {
         _exponential(words, part, dtype == torch.float64) / rate
     ).to(dtype),
 }  # fmt: skip
-_NORMALS = ("randn", "randn_like", "normal_")
-_OF_INTEGERS = ("randint", "randint_like", "random_")
+_NORMAL_OPS = ("randn", "randn_like", "normal_")
+_INTEGER_OPS = ("randint", "randint_like", "random_")
 _DROPOUTS = ("native_dropout", "_fused_dropout")
-_LARGEST = {
+_LARGEST_EXACT_INTEGER = {
     torch.float32: 1 << 24, torch.float64: 1 << 53, torch.float16: 1 << 11, torch.bfloat16: 1 << 8,
 }  # fmt: skip
-_OVER_A_GRID = frozenset((
-    *_NUMBERS, *_OF_INTEGERS, *_DROPOUTS, "normal", "normal_functional", "geometric_", "cauchy_",
-    "log_normal_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional",
+_GRID_OPS = frozenset((
+    *_NUMBERS_BY_OP, *_INTEGER_OPS, *_DROPOUTS, "normal", "normal_functional", "geometric_",
+    "cauchy_", "log_normal_",
+    "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional",
 ))  # fmt: skip
 
 
-def is_drawn(name: str, args: Args) -> bool:
+def draws_numbers(name: str, args: Args) -> bool:
     """Return whether operator `name` draws random numbers: dropout and `rrelu` in training only."""
     if name == "native_dropout":
-        return args[2] is not False
+        return args[2] is not False  # argument `train`; None counts as True
     if name.startswith("rrelu"):
-        return bool(args[4]) if len(args) > 4 else False
-    return name in _OVER_A_GRID or name == "multinomial"
+        return len(args) > 4 and bool(args[4])  # argument `training`, False by default
+    return name in _GRID_OPS or name == "multinomial"
 
 
 def _overloads(*packets: Any) -> list[OpOverload]:
@@ -385,8 +389,9 @@ def randperm_offset(c: KernelCall) -> int:
     """Return the increase of the generator's offset by `randperm` (Randperm.cu). It draws random
     keys, then numbers that shuffle items of equal keys."""
     count = c.out.numel()
-    is_wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
-    return launch(count, c.gpu, 2 if is_wide else DRAWS).offset + round_up(count, DRAWS)
+    has_64_bit_keys = count > 1 and math.log2(count) * 2 > 28  # keys of more bits are 64-bit
+    keys_offset = launch(count, c.gpu, 2 if has_64_bit_keys else DRAWS).offset
+    return keys_offset + round_up(count, DRAWS)
 
 
 for _packets, _step in (
@@ -403,30 +408,34 @@ register(
 )
 
 # without meta kernels; `_standard_gamma` has one from torch 2.12
-_DRAWN = "_standard_gamma _sample_dirichlet binomial _standard_gamma_grad _dirichlet_grad"
-register(_DRAWN, result=registry.empty_like(0))
+register(
+    "_standard_gamma _sample_dirichlet binomial _standard_gamma_grad _dirichlet_grad",
+    result=registry.empty_like(0),
+)
 
 
 @registry.requests("_sample_dirichlet")
 def dirichlet(c: KernelCall) -> Events:
     """Allocations of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma samples, their sums."""
-    num_bytes = c.out.nbytes // max(1, c.out.shape[-1])
+    sums_bytes = c.out.nbytes // max(1, c.out.shape[-1])
     staging = passing(*sum_bytes(c.out, (-1,), c.out.dtype, c.gpu))
-    return c.outputs() + around((num_bytes,), staging)
+    return c.outputs() + around((sums_bytes,), staging)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
     """Return (lowest integer, excluded upper bound) of what `func(*args)` draws as `dtype`."""
-    numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
-    if func._schema.name == "aten::random_" and not numbers:
-        if dtype in _LARGEST:
-            return 0, _LARGEST[dtype] + 1
-        return 0, 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
-    low, high = (0, *numbers)[-2:]
-    return low, high
+    bounds = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    if len(bounds) > 1:
+        *_, low, high = bounds
+        return low, high
+    if bounds:
+        return 0, bounds[0]
+    if dtype in _LARGEST_EXACT_INTEGER:
+        return 0, _LARGEST_EXACT_INTEGER[dtype] + 1
+    return 0, 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
-def _params(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
+def _distribution_parameters(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
     """Return the numbers that describe a call's distribution, such as mean and deviation. They are
     in the order of the schema; [] for operators with a fixed distribution, such as `rand`."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
@@ -436,14 +445,13 @@ def _params(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
 
 
 # ------------------------------------------------------------------ requests, results
-
-_KEPT = 0.9  # odds of no two equal keys, for which `randperm` draws enough bits
+_ODDS_OF_DISTINCT_KEYS = 0.9  # for which `randperm` draws enough bits
 
 
 def randperm_bits(num_items: int) -> int:
     """Return the number of bits in the random keys that `randperm` of `num_items` sorts."""
-    number = float(num_items)
-    return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
+    n = float(num_items)
+    return min(64, ceil(log2(n - (6 * n * n + 1) / (12 * log(_ODDS_OF_DISTINCT_KEYS)))))
 
 
 @registry.requests(
@@ -462,7 +470,8 @@ def randperm(c: KernelCall) -> Events:
     bits = randperm_bits(count)
     key_bytes = 4 if bits <= 32 else 8
     sort = cub.radix_sort_bytes(count, c.gpu, num_bits=bits, key_bytes=key_bytes)
-    return events + passing(c.out.nbytes, *(count * key_bytes,) * 2, sort)
+    keys = count * key_bytes
+    return events + passing(c.out.nbytes, keys, keys, sort)
 
 
 @registry.requests(
@@ -480,17 +489,16 @@ def multinomial(c: KernelCall) -> Events:
     probabilities are divided by exponential noise. For several samples, `topk` also allocates
     values. Several samples with replacement need no checks and no quotients. They need three
     tensors of the size of the probabilities, such as the cumulative sums."""
-    probabilities, item, num = c.self, c.self.itemsize, c.num_samples
+    probs, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
-        scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
-        return c.outputs() + around((c.self.nbytes,) * 3, scan)
-    rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
-    extreme = passing(*reduce_bytes(probabilities, (), c.gpu))
+        scan = passing(cub.scan_bytes(probs.numel(), value_bytes=4)) if probs.dim() == 1 else []
+        return c.outputs() + around((probs.nbytes,) * 3, scan)
+    rows = 1 if probs.dim() == 1 else probs.shape[0]
+    extreme = passing(*reduce_bytes(probs, (), c.gpu))
     sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
-    if probabilities.dim() == 1:
+    if probs.dim() == 1:
         sums = temporaries(item, 1, -item)
     values = passing(rows * num * item) if num > 1 else []
-
     return (
         c.outputs()
         + temporaries(item)
@@ -500,7 +508,7 @@ def multinomial(c: KernelCall) -> Events:
         + temporaries(1, 1, -1, -item, -1, -item)
         + sums
         + passing(1)
-        + around((probabilities.numel() * item,), values)
+        + around((probs.numel() * item,), values)
         + temporaries(-1, -1)
     )
 
@@ -525,7 +533,7 @@ def normal(c: KernelCall) -> Events:
 register(
     "native_dropout",
     about="the mask first, if anything is drawn (Dropout.cu)",
-    requests=lambda c: c.outputs(*((1, 0) if c.train is not False and 0 < c.p < 1 else (0, 1))),
+    requests=lambda c: c.outputs(1, 0) if c.train is not False and 0 < c.p < 1 else c.outputs(),
 )
 register(  # cuda/Dropout.cu
     "native_dropout_backward",

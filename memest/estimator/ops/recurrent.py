@@ -1,7 +1,19 @@
 """Recurrent layers and cells: LSTM, GRU and RNN.
 
-torch calls cuDNN for layers (`ATen/native/cudnn/RNN.cpp` of torch 2.11), whose sizes come
-first below. Cells are two products and a fused kernel.
+torch calls cuDNN for layers (`ATen/native/cudnn/RNN.cpp` of torch 2.11). Cells are two products and
+a fused kernel.
+
+cuDNN does not publish sizes of weights, workspaces and reserve space. The formulas are fitted to
+`cudnnGetRNNTempSpaceSizes` of cuDNN 9.19 on Hopper for 11,100 layers (`recurrent_sizes` in
+validation/scripts). These have all cells, 1 to 4 layers, both directions, 2 to 400 steps, batches
+of 1 to 128, and widths of 8 to 1024. They have all float types, packed and not.
+
+Without projection all are exact to the allocator's 512 B or within 0.01 %. `is_measured` is false
+for the exceptions: trainings with `CUDNN_RNN_ALGO_PERSIST_STATIC`, and packed layers of over 256
+steps. 1,350 recorded layers have up to 1000 steps and batches of up to 512.
+
+Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden width, L
+layers, D directions, G gates: 4 (LSTM), 3 (GRU) or 1 (RNN).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +34,6 @@ from memest.estimator.ops.temporaries import Events, around, outputs, passing, t
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, META, on_gpu, storage_key
 from memest.units import ceil_div, round_up
-
-# Sizes of cuDNN's recurrent layers: weights, workspaces, reserve space.
-#
-# cuDNN does not publish its sizes. The formulas are fitted to `cudnnGetRNNTempSpaceSizes` of
-# cuDNN 9.19 on Hopper for 11,100 layers (validation/scripts/recurrent_sizes.py). These have all
-# cells, 1 to 4 layers, both directions, 2 to 400 steps, batches of 1 to 128, and widths of 8 to
-# 1024. They have all float types, packed and not.
-#
-# Without projection all are exact to the allocator's 512 B or within 0.01 %. `is_measured` is
-# false for the exceptions: trainings with `CUDNN_RNN_ALGO_PERSIST_STATIC`, and packed layers of
-# over 256 steps. 1,350 recorded layers have up to 1000 steps and batches of up to 512.
-#
-# Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden
-# width, L layers, D directions, G gates: 4 (LSTM), 3 (GRU) or 1 (RNN).
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
@@ -301,7 +299,6 @@ for _name, _about, _requests in (
 
 
 # ------------------------------------------------------------------ layers and cells
-
 _MODES = {"RNN_RELU": RNN_RELU, "RNN_TANH": RNN_TANH, "LSTM": LSTM, "GRU": GRU}
 _FLATTENED = (torch.float16, torch.float32, torch.float64)
 """`CUDNN_TENSOR_DTYPES` of torch/backends/cudnn; bfloat16 weights are copied at each call."""

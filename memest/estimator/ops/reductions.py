@@ -44,9 +44,7 @@ HALVES = (torch.float16, torch.bfloat16)
 class Reduction:
     """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
     Reduced dimensions, whose output stride is 0, come first, in ascending order of input strides.
-    The other dimensions follow, in ascending order of output strides. A thread loads `input_vector`
-    elements of `input_bytes` at once. The first element of the input is element number `offset` of
-    its storage."""
+    The other dimensions follow, in ascending order of output strides."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]
@@ -381,7 +379,7 @@ def logsumexp(c: KernelCall) -> Events:
     return around((maxima,), max_events + around((exps.nbytes,), sum_events))
 
 
-@registry.composed("trace")
+@registry.decomposition("trace")
 def trace(matrix: Tensor) -> Tensor:
     """Run `trace_cuda` (cuda/TriangularOps.cu): the sum of the diagonal."""
     return matrix.diagonal().sum()

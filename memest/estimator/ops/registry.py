@@ -41,14 +41,14 @@ class KernelCall(dict[str, Any]):
 
     Arguments are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args`
     are the positional arguments. `out` is the call's result, a tensor or a tuple of tensors. `gpu`
-    is the simulated GPU. `known` is the result of `Op.from_values`: numbers read from tensors.
+    is the simulated GPU. `numbers_read` is the result of `Op.from_values`.
     """
 
     def __init__(
-        self, arguments: Kwargs, args: Args, out: Any, gpu: Any, known: tuple[int, ...] = ()
+        self, arguments: Kwargs, args: Args, out: Any, gpu: Any, numbers_read: tuple[int, ...]
     ) -> None:
         super().__init__(arguments)
-        self.args, self.out, self.gpu, self.known = args, out, gpu, known
+        self.args, self.out, self.gpu, self.numbers_read = args, out, gpu, numbers_read
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -59,8 +59,8 @@ class KernelCall(dict[str, Any]):
     def outputs(self, *positions: int) -> Events:
         """Return events that allocate the results at `positions`, in this order; default: all."""
         results = self.out if isinstance(self.out, list | tuple) else [self.out]
-        indices = positions or range(len(results))
-        return outputs({i: results[i].nbytes for i in indices if results[i] is not None})
+        in_order = positions or range(len(results))
+        return outputs({i: results[i].nbytes for i in in_order if results[i] is not None})
 
 
 INDEX_BYTES = 8  # size of an int64
@@ -70,13 +70,13 @@ RequestRule = Callable[[KernelCall], Scratch | Events | None]
 ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, where they are known
 
 _COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
-_OWN_BUFFERS = ("profiler", "_c10d_functional")  # marks; collectives with own buffers
-_COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
+_NAMESPACES_WITHOUT_TEMPORARIES = ("profiler", "_c10d_functional")
+_SEVERAL_KERNELS = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Operators tagged `pointwise` that run several kernels; not compared with a GPU."""
 
 _RESIZES = frozenset(("aten::resize_", "aten::resize_as_", "aten::_resize_output_"))
 _FOREACH_MAXIMUM = "_foreach_maximum"
-_NOT_IMPLEMENTED = "not implemented for"
+_UNSUPPORTED_DTYPE = "not implemented for"  # part of torch's text of a `NotImplementedError`
 
 
 @dataclass(eq=False)
@@ -91,14 +91,14 @@ class Op:
     """Returns whether `requests` holds for a call; None for all calls."""
 
     from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
-    """Returns `KernelCall.known`, which depends on values; () if those are unknown."""
+    """Returns numbers that depend on values, `KernelCall.numbers_read`; () if those are unknown."""
 
     result: Callable[[KernelCall], Any] | None = None
     """Returns the results as meta tensors, if torch's meta kernel returns none or different ones.
     """
 
     layout: Callable[[KernelCall], Any] | None = None  # results with CUDA's strides
-    composed: Callable[..., Any] | None = None
+    decomposition: Callable[..., Any] | None = None
     """Replaces the operator below autograd by the operators that CUDA calls."""
 
     shaped_by: Callable[[Args], Any] | None = None  # arguments whose values decide the shape
@@ -162,12 +162,12 @@ class Op:
 
     def call(
         self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
-        known: tuple[int, ...] = (),
+        numbers_read: tuple[int, ...] = (),
     ) -> KernelCall:  # fmt: skip
         """Return a call of this operator, with its schema's defaults for missing arguments. `out`
-        is its result, and `known` that of `from_values`."""
+        is its result, and `numbers_read` that of `from_values`."""
         arguments = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
-        return KernelCall(arguments, args, out, gpu, known)
+        return KernelCall(arguments, args, out, gpu, numbers_read)
 
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
         """Return whether a rule covers the call's allocations, or they are just its outputs."""
@@ -184,14 +184,14 @@ class Op:
         """
         reason = "" if self.refuse is None else self.refuse(self.call(args, kwargs))
         if reason:
-            raise (NotImplementedError if _NOT_IMPLEMENTED in reason else RuntimeError)(reason)
+            raise (NotImplementedError if _UNSUPPORTED_DTYPE in reason else RuntimeError)(reason)
 
     def _is_plain_in_place(self) -> bool:
         aliases = [argument.alias_info for argument in self.func._schema.arguments]
-        writes = [alias is not None and alias.is_write for alias in aliases]
+        written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
         has_rule = self.requests or self.result or self.refuse or self.shaped_by
         is_reshaping = self.may_grow or torch.Tag.inplace_view in self.func.tags
-        return writes[:1] == [True] and sum(writes) == 1 and not has_rule and not is_reshaping
+        return written == [0] and not has_rule and not is_reshaping
 
     def _allocates_outputs_only(self) -> bool:
         """Return whether the CUDA kernel, without a rule, allocates its outputs only. True for
@@ -199,8 +199,10 @@ class Op:
         products, names of `outputs_only.json`, and their forms in place."""
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
-        if namespace != "aten" or name in _COMPOSED:
-            return namespace in _OWN_BUFFERS
+        if namespace != "aten":
+            return namespace in _NAMESPACES_WITHOUT_TEMPORARIES
+        if name in _SEVERAL_KERNELS:
+            return False
         if self.is_view or torch.Tag.pointwise in self.func.tags or self.product:
             return True
         if name.startswith("_foreach_"):
@@ -208,14 +210,15 @@ class Op:
             return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
         if name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY:
             return True
-        overload = schema.overload_name or "default"
+        if not name.endswith("_"):
+            return False
         packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        out_of_place = getattr(packet, overload, None) if name.endswith("_") else None
+        out_of_place = getattr(packet, self.func._overloadname, None)
         return out_of_place is not None and op_of(out_of_place).has_outputs_only
 
 
-_parts: dict[OpOverload, dict[str, Any]] = {}
-_ops: dict[int, Op] = {}
+_parts_by_overload: dict[OpOverload, dict[str, Any]] = {}
+_op_by_id: dict[int, Op] = {}
 
 OUTPUTS_ONLY: frozenset[str] = frozenset().union(
     *read_table(__file__, "outputs_only.json").values()
@@ -235,20 +238,20 @@ def load_families() -> None:
 
 def op_of(func: Any) -> Op:
     """Return the `Op` of an operator; the same object each time."""
-    operator = _ops.get(id(func))
+    operator = _op_by_id.get(id(func))
     if operator is None:
         load_families()
-        operator = _ops[id(func)] = Op(func, **_parts.get(func, {}))
+        operator = _op_by_id[id(func)] = Op(func, **_parts_by_overload.get(func, {}))
     return operator
 
 
-def registered(part: str) -> dict[OpOverload, Any]:
+def rules_by_op(part: str) -> dict[OpOverload, Any]:
     """Return the rules in field `part` of `Op`, by operator, in the order of registration."""
     load_families()
-    return {func: parts[part] for func, parts in _parts.items() if part in parts}
+    return {func: parts[part] for func, parts in _parts_by_overload.items() if part in parts}
 
 
-def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
+def overloads(*operators: OpOverload | str) -> Iterator[OpOverload]:
     """Yield operator overloads: the given ones, and aten's by the names in a string, split at
     blanks. A name without an overload means the default one. Operators of newer releases of torch
     (`OPERATORS_SINCE`) are omitted if they are absent."""
@@ -264,7 +267,7 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 
 
 def register(*operators: OpOverload | str, about: str = "", when: str = "", **parts: Any) -> None:
-    """Set fields of `Op` (`parts`) for operators as in `named`; `ValueError` if one is set twice.
+    """Set fields of `Op` (`parts`) for `overloads(*operators)`; `ValueError` if one is set twice.
 
     `about` describes what `requests` allocates and names the source. `when` describes the calls for
     which `modelled` returns True. Both are text for docs/kernels.md; "" adds none.
@@ -272,17 +275,17 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
     for part, text in (("requests", about), ("modelled", when)):
         if text:
             parts[part].__doc__ = text
-    for func in named(*operators):
-        fields = _parts.setdefault(func, {})
+    for func in overloads(*operators):
+        fields = _parts_by_overload.setdefault(func, {})
         if duplicates := fields.keys() & parts.keys():
             raise ValueError(f"{func} has two rules for {', '.join(sorted(duplicates))}")
         fields.update(parts)
-        _ops.pop(id(func), None)
+        _op_by_id.pop(id(func), None)
 
 
 def _decorator(part: str, *operators: OpOverload | str, **fields: Any) -> Callable[[Rule], Rule]:
     """Return a decorator that registers a function as field `part` of `Op` for `operators`, which
-    are given as in `named`. `fields` are further fields, as in `register`."""
+    are given as in `overloads`. `fields` are further fields, as in `register`."""
 
     def set_part(rule: Rule) -> Rule:
         fields[part] = rule
@@ -296,7 +299,7 @@ requests = partial(_decorator, "requests")
 result = partial(_decorator, "result")
 refuse = partial(_decorator, "refuse")
 random_offset = partial(_decorator, "random_offset")
-composed = partial(_decorator, "composed")
+decomposition = partial(_decorator, "decomposition")
 above_autograd = partial(_decorator, "above_autograd")
 on_sparse = partial(_decorator, "on_sparse")
 on_compressed = partial(_decorator, "on_compressed")
@@ -313,7 +316,7 @@ def op(
     then: Callable[[KernelCall], Events] | None = None,
     **parts: Any,
 ) -> None:
-    """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
+    """Register `overloads(operators)`, whose kernels make temporaries before and after outputs.
 
     `before` and `after` return their bytes for a call; 0 allocates nothing. `then`, if given,
     replaces both: it returns all events after the outputs. `about` describes the allocations and
@@ -323,14 +326,16 @@ def op(
     def rule(call: KernelCall) -> Scratch | Events:
         if then is not None:
             return call.outputs() + then(call)
-        return Scratch(_sizes(before(call)), _sizes(after(call)))
+        return Scratch(_allocated(before(call)), _allocated(after(call)))
 
+    # docs/kernels.md lists the rule under the family's file, which called this function
     rule.__module__ = sys._getframe(1).f_globals["__name__"]
     register(operators, about=about, requests=rule, **parts)
 
 
-def _sizes(sizes: Sizes) -> tuple[int, ...]:
-    return tuple(filter(None, (sizes,) if isinstance(sizes, int) else sizes))
+def _allocated(sizes: Sizes) -> tuple[int, ...]:
+    all_sizes = (sizes,) if isinstance(sizes, int) else sizes
+    return tuple(num_bytes for num_bytes in all_sizes if num_bytes)
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
@@ -369,10 +374,10 @@ def register_kernel(op: OpOverload | str) -> Callable[[RequestRule], RequestRule
             hint="import what defines it first; the name is `namespace::name` or with `.overload`",
         ) from error
 
-    def set_rule(rule: RequestRule) -> RequestRule:
+    def replace_rule(rule: RequestRule) -> RequestRule:
         for part in ("requests", "modelled", "from_values"):
-            _parts.get(func, {}).pop(part, None)
+            _parts_by_overload.get(func, {}).pop(part, None)
         register(func, requests=rule)
         return rule
 
-    return set_rule
+    return replace_rule

@@ -31,5 +31,5 @@ class SimMode(Protocol):
     def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run operator `func` on the simulated GPU, and return its result."""
 
-    def pass_workspaces(self, func: Any, *sizes: int) -> None:
+    def allocate_and_free(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of `sizes` bytes, one by one, as operator `func` does."""

@@ -202,7 +202,7 @@ op(
 )
 
 
-@registry.composed("median")
+@registry.decomposition("median")
 def median(values: Tensor) -> Tensor:
     """Run `median_impl` of cuda/Sorting.cpp: the middle of the sorted values; NaN if one is NaN."""
     if not values.numel():
@@ -211,7 +211,7 @@ def median(values: Tensor) -> Tensor:
     return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(len(ordered) - 1) // 2])
 
 
-@registry.composed("nanmedian")
+@registry.decomposition("nanmedian")
 def nanmedian(values: Tensor) -> Tensor:
     """Run `median_impl` of cuda/Sorting.cpp for `nanmedian`: the middle of the sorted values. The
     code in torch counts NaN on the GPU to compute the index of the middle, which the host then
@@ -223,7 +223,7 @@ def nanmedian(values: Tensor) -> Tensor:
     return ordered[(len(ordered) - 1) // 2]
 
 
-@registry.composed("count_nonzero.dim_IntList")
+@registry.decomposition("count_nonzero.dim_IntList")
 def count_nonzero(values: Tensor, dims: list[int]) -> Tensor:
     """Count nonzero elements over `dims`, as `count_nonzero_cuda` (TensorAdvancedIndexing.cpp)."""
     return (values if values.dtype is torch.bool else values != 0).sum(dims)

@@ -17,9 +17,9 @@ from torch._ops import OpOverload
 
 from memest.errors import UnsupportedError
 from memest.estimator.ops import cub, sparse_rows
-from memest.estimator.ops.autograd_ops import decisions_again
+from memest.estimator.ops.autograd_ops import reenabled_decisions
 from memest.estimator.ops.refusals import type_name
-from memest.estimator.ops.registry import Args, Kwargs, named, on_sparse, op_of, register
+from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, overloads, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sparse_rows import (
     CSC,
@@ -136,7 +136,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
     num_entries, sparse_dim = indices.size(1), indices.size(0)
     num_left, unique_indices = _coalesced_indices(mode, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
-    mode.pass_workspaces(
+    mode.allocate_and_free(
         aten._coalesce.default,
         cub.merge_sort_bytes(num_entries),
         cub.thrust_unique_by_key_bytes(num_entries, mode.gpu),
@@ -290,7 +290,7 @@ def _addmm(
         size = 4 * ceil_div(num_entries, _ENTRIES_OF_A_BLOCK) + 7
         if num_columns == 1:
             size = sparse_rows.vector_workspace(num_rows, num_entries, starts.itemsize, dtype)
-        mode.pass_workspaces(aten.addmm.default, size)
+        mode.allocate_and_free(aten.addmm.default, size)
         del operand
     del transposed, columns, starts, zeros
     return result
@@ -393,7 +393,7 @@ for _names, _key in (
     ("transpose.int t div_.Scalar", torch._C.DispatchKey.CompositeExplicitAutograd),
     ("_to_sparse _to_sparse.sparse_dim", torch._C.DispatchKey.CPU),
 ):
-    for _func in named(_names):
+    for _func in overloads(_names):
         register(_func, on_sparse=_by_torch(_func, _key))
 register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
@@ -462,7 +462,7 @@ class SparseTensors:
         self._is_any = True
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
-            with self._mode, torch.no_grad(), decisions_again():
+            with self._mode, torch.no_grad(), reenabled_decisions():
                 rule = self._rule(func, placement.sample_tensors(args, kwargs))
                 assert rule is not None
                 return rule(self._mode, *args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.ops.registry import named, on_compressed, register
+from memest.estimator.ops.registry import on_compressed, overloads, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
@@ -92,8 +92,6 @@ def filled(mode: SimMode, tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------- making, copying
-
-
 @on_compressed(
     "sparse_compressed_tensor.comp_plain_value_size sparse_compressed_tensor.comp_plain_value",
     "_sparse_compressed_tensor_unsafe",
@@ -197,8 +195,6 @@ def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------- other layouts
-
-
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     """Convert CSR to CSC, or CSC to CSR, by sorting entries by a flat index."""
     offsets, indices, values = parts_of(matrix)
@@ -370,8 +366,6 @@ def _select_masked(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.lay
 
 
 # ------------------------------------------------------------------- products
-
-
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
     """Return the workspace bytes of `cusparseSpMV` (matrix by vector): an index for each tile of
     the matrix's entries. For a `dtype` of 16 bits it also has a float32 sum per row."""
@@ -404,7 +398,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
             size = vector_workspace(matrix.size(0), len(indices), indices.itemsize, values.dtype)
         else:
             size = matrix_workspace(len(indices), indices.itemsize)
-        mode.pass_workspaces(aten.addmm.default, size)
+        mode.allocate_and_free(aten.addmm.default, size)
     del operand
     filled(mode, result)
 
@@ -475,7 +469,7 @@ def _sampled_addmm(
     new_indices = indices.clone()
     new_values = torch.empty_like(values)
     copies = [t if 1 in t.stride() else t.contiguous() for t in (first, second)]
-    mode.pass_workspaces(aten.sparse_sampled_addmm.default, 1)
+    mode.allocate_and_free(aten.sparse_sampled_addmm.default, 1)
     del copies
     new_offsets.copy_(offsets)
     return matrix_of_parts((new_offsets, new_indices, filled(mode, new_values)), matrix)
@@ -579,5 +573,5 @@ for _names, _key in (
     ("clone sum neg abs relu sqrt tanh sin", torch._C.DispatchKey.SparseCsrCPU),
     ("zeros_like", torch._C.DispatchKey.CompositeExplicitAutograd),
 ):
-    for _func in named(_names):
+    for _func in overloads(_names):
         register(_func, on_compressed=by_torch(_func, _key))

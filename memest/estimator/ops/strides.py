@@ -27,11 +27,11 @@ def contiguous(call: KernelCall) -> Any:
     return tuple(t if t is None else t.contiguous() for t in call.out)
 
 
-def like(number: int) -> Callable[[KernelCall], Any]:
-    """Return a rule for `Op.layout`: the first result has the strides of argument `number`."""
+def strides_like(position: int) -> Callable[[KernelCall], Any]:
+    """Return a rule for `Op.layout`: the first result has the strides of argument `position`."""
 
     def rule(call: KernelCall) -> Any:
-        strides = torch.empty_like(call.args[number]).stride()
+        strides = torch.empty_like(call.args[position]).stride()
         if isinstance(call.out, Tensor):
             return strided(call.out, strides)
         first, *rest = call.out
@@ -47,12 +47,12 @@ def elementwise(call: KernelCall) -> Tensor:
     return strided(out, compute_elementwise_output_strides(*tensors)) if tensors else out
 
 
-def plain(func: OpOverload, args: Args, out: Any) -> Any:
+def with_pointwise_strides(func: OpOverload, args: Args, out: Any) -> Any:
     """Return the result `out` of the pointwise `func(*args)`, with CUDA's strides. If all operands
     are contiguous and have the shape of `out`, CUDA makes `out` contiguous (`fast_set_up` of
     TensorIterator.cpp). This resets strides of dimensions of size 1, which torch's meta kernels may
     keep. In other cases, such as a number as operand, `out` is returned unchanged."""
-    if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
+    if not isinstance(out, Tensor) or func.overloadpacket in _EMPTY_LIKE or _has_number(func, args):
         return out
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not all(t.shape == out.shape and t.is_contiguous() for t in tensors):
@@ -60,7 +60,7 @@ def plain(func: OpOverload, args: Args, out: Any) -> Any:
     return strided(out, make_contiguous_strides_for(out.shape))
 
 
-_ALIKE = {getattr(aten, name) for name in (
+_EMPTY_LIKE = {getattr(aten, name) for name in (
     "clone", "conj_physical", "deg2rad", "hardtanh", "nan_to_num", "rad2deg",
 )}  # fmt: skip
 """Pointwise operators that make their result by `empty_like`."""
@@ -71,8 +71,8 @@ def _has_number(func: OpOverload, args: Args) -> bool:
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True
-    pairs = zip(func._schema.arguments, args, strict=False)
-    return any(isinstance(a, int | float) and "Tensor" in str(spec.type) for spec, a in pairs)
+    operands = zip(func._schema.arguments, args, strict=False)
+    return any(isinstance(a, int | float) and "Tensor" in str(s.type) for s, a in operands)
 
 
 def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -84,8 +84,7 @@ def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their storage without gaps or overlap, in some order."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default
-    return tensor.is_contiguous() or bool(dense(tensor))
+    return tensor.is_contiguous() or bool(aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -98,7 +97,7 @@ def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int
     return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))
 
 
-def copying(*positions: int, is_before: bool = False) -> RequestRule:
+def contiguous_args(*positions: int, is_before: bool = False) -> RequestRule:
     """Return a rule for contiguous copies of the arguments at `positions`. The copies are made
     after the outputs, or before them (`is_before`)."""
 

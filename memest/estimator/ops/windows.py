@@ -12,7 +12,7 @@ from torch._prims_common import suggest_memory_format
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
 from memest.estimator.ops.registry import INDEX_BYTES, KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, contiguous_copy, copies_in, copying
+from memest.estimator.ops.strides import contiguous, contiguous_args, contiguous_copy, copies_in
 from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 
 
@@ -30,11 +30,11 @@ register(
     "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward adaptive_max_pool3d_backward "
     "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d "
     "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward",
-    requests=copying(0), modelled=_is_in_order,
+    requests=contiguous_args(0), modelled=_is_in_order,
 )  # fmt: skip
-register("upsample_bicubic2d_backward", requests=copying(0))
+register("upsample_bicubic2d_backward", requests=contiguous_args(0))
 register(
-    "max_unpool2d max_unpool3d", requests=copying(0, 1, is_before=True), layout=contiguous
+    "max_unpool2d max_unpool3d", requests=contiguous_args(0, 1, is_before=True), layout=contiguous
 )  # MaxUnpooling.cu
 
 
@@ -97,7 +97,6 @@ register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
 
 
 # ------------------------------------------------------------------- sampling at a grid
-
 _BY_CUDNN = (torch.float64, torch.float32, torch.float16)
 _MOST_CHANNELS = 1024
 

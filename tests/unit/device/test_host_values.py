@@ -290,6 +290,7 @@ LARGE = 20, 1_000_000  # floats that have no data on the host
         lambda x: torch.istft(
             x.view(20, 25, 40_000)[:, :5].to(torch.cfloat), 8, window=torch.hann_window(8)
         ),
+        lambda x: torch.istft(x.view(20, 25, 40_000)[:, :5].to(torch.cfloat), 8),
         lambda x: torch.take_along_dim(x, torch.zeros(20, 1, dtype=torch.long), 1),
         lambda x: torch.histogram(x, 10)[0],
         lambda x: torch.histogram(x, torch.linspace(-1, 1, 11)).hist,
