@@ -32,7 +32,6 @@ class LiveModules:
         self._taken: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
-        self._on_host: set[int] = set()  # ids of parts that were on the host at their first call
         self._stack: list[nn.Module] = []
         self._starts: list[int] = []
         self._owners: list[tuple[str, str]] = []
@@ -53,12 +52,8 @@ class LiveModules:
         return self._handles
 
     def _dicts(self) -> list[Any]:
-        module: Any = nn.modules.module
-        return [
-            module._global_forward_pre_hooks,
-            module._global_forward_hooks,
-            module._global_forward_hooks_always_called,
-        ]
+        names = ("pre_hooks", "hooks", "hooks_always_called")
+        return [getattr(nn.modules.module, f"_global_forward_{name}") for name in names]
 
     def _take_hooks(self) -> None:
         self._taken = [
@@ -109,11 +104,8 @@ class LiveModules:
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that were called and still exist."""
-        pairs = [(key, reference()) for key, reference in self._models.items()]
-        for key, model in pairs:
-            if model is None:
-                del self._models[key]
-        return [model for _, model in pairs if model is not None]
+        models = [reference() for reference in [*self._models.values()]]
+        return [model for model in models if model is not None]
 
     def owner_of(self, parameter: Any) -> str:
         """Return the path of the module that has `parameter`; "" if no called model has it."""
@@ -174,29 +166,25 @@ class LiveModules:
             self.forget()  # a script that only generates takes no optimizer steps
         is_new = id(module) not in self._names
         if is_new:
-            root = type(module).__name__
-            self._models[id(module)] = weakref.ref(module)
-            self._forget_host_paths(module)
+            root, paths, owners = type(module).__name__, dict[int, str](), dict[int, str]()
+            self._models[id(module)] = weakref.ref(module, lambda _: self._drop(paths))
             for name, child in module.named_modules():
-                path = f"{root}.{name}" if name else root
-                self._names.setdefault(id(child), path)
+                path = paths[id(child)] = f"{root}.{name}" if name else root
                 for parameter in child._parameters.values():
-                    self._parameters.setdefault(id(parameter), path)
+                    owners.setdefault(id(parameter), path)
+            self._names |= paths  # in place of those of children that were called alone
+            self._parameters |= owners
         self.is_evaluating = not module.training
         callers = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe(1)))
         self.is_generating = not torch.is_grad_enabled() and "generate" in callers
         if self.on_call is not None:
             self.on_call(module, is_new)
 
-    def _forget_host_paths(self, module: nn.Module) -> None:
-        """Remove paths of parts of `module` that were called before, and then were on the host."""
-        ids = {id(p) for m in module.modules() for p in (m, *m._parameters.values())}
-        for key in self._on_host & ids:
-            self._names.pop(key, None)
-            self._parameters.pop(key, None)
-        self._on_host -= ids
-        if all(parameter.device.type != "cuda" for parameter in module.parameters()):
-            self._on_host |= ids
+    def _drop(self, paths: dict[int, str]) -> None:
+        """Remove the paths of a freed model's modules, since Python reuses their ids."""
+        self._models.pop(next(iter(paths)), None)
+        for key in [key for key, path in paths.items() if self._names.get(key) == path]:
+            del self._names[key]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._stack:
@@ -246,8 +234,7 @@ class Attribution:
         is_running, has_grad = self.modules.is_running, torch.is_grad_enabled()
         if self.phase_given and not (is_running or (has_grad and self.has_closure)):
             return self.phase_given
-        if not self.has_started:
-            self.has_started = is_running
+        self.has_started |= is_running
         if not self.has_started:
             return "setup"
         if not has_grad:

@@ -352,8 +352,8 @@ class GuessedValues:
         num_choices, is_kept = source.size(dim), out.dim() == source.dim()
         if func in _IN_ORDER:
             numbers = torch.arange(num_choices, device=CPU).expand(source.movedim(dim, -1).shape)
-        elif num_choices > MAX_CHOICES:
-            return
+        elif num_choices > MAX_CHOICES and (func is not aten.topk.default or source.dim() < 3):
+            return  # a token of each sequence; rows of boxes choose among anchors
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
             start = int(func is aten.topk.default)  # index 0 might be used as a divisor

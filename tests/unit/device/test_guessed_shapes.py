@@ -212,6 +212,16 @@ def test_beams_that_were_chosen_are_counted_in_full(gpu: Session) -> None:
     assert int((chosen + 1).bool().sum(dim=-1).max()) == 8
 
 
+def test_the_best_of_many_anchors_are_few(gpu: Session) -> None:
+    """Detectors assign ten anchors to each box (TaskAlignedAssigner of ultralytics)."""
+    best = activations(2, 3, 4000).topk(10).indices
+    counts = torch.zeros(2, 3, 4000, dtype=torch.int8, device="cuda")
+    counts.scatter_add_(-1, best, torch.ones_like(best, dtype=torch.int8))
+    mask = counts.masked_fill_(counts > 1, 0).sum(-2).bool()
+
+    assert activations(2, 4000, 8)[mask].shape == (60, 8)
+
+
 def test_a_shape_is_refused_where_guesses_are() -> None:
     with memest.virtual_gpu("h100-80gb", strict=True):
         losses = activations(512, 32)

@@ -75,6 +75,30 @@ def test_modules_and_lines_hold_what_the_terms_hold(report: RunReport) -> None:
     assert report.modules[0].name == "Sequential.*"
 
 
+class Measured(nn.Module):
+    """A model whose constructor calls its layers, as that of YOLO does for their strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 512), nn.Linear(512, 64)
+        self.stride = self.head(self.body(torch.zeros(1, 64))).shape[-1]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(inputs))
+        return found
+
+
+def test_paths_begin_with_the_model_whose_constructor_calls_its_layers() -> None:
+    with memest.virtual_gpu("a100-40gb") as session:
+        for _ in range(3):  # a freed model's ids are used again
+            nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))(torch.zeros(1, 64))
+            model = Measured().cuda()
+            model(torch.zeros(8, 64, device="cuda")).sum().backward()
+            names = {row.name for row in session.report().modules}
+            assert names <= {"Measured.body", "Measured.head", "Measured", "(outside of modules)"}
+            assert "Measured.body" in names
+
+
 def test_lines_are_shown_with_their_text(report: RunReport) -> None:
     sources = {row.source for row in report.lines}
 
