@@ -97,10 +97,10 @@ def test_every_bundled_model_builds_with_exactly_the_recorded_parameters(name: s
 
 def test_seventy_billion_parameters_take_seconds() -> None:
     config = resolve_config("Llama-3.1-70B")
-    started = time.perf_counter()
+    started = time.process_time()
 
     assert num_params(build_model(config, dtype=torch.bfloat16)) == 70_553_706_496
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_a_tied_t5_head_is_told_with_the_difference_to_the_checkpoint() -> None:

@@ -59,11 +59,11 @@ def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     with huge.open("wb") as file:
         file.truncate(20 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PlanError, match="is larger than 512 KiB"):
         read_suite(huge, {})
 
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
