@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_written_is_passed_over(folder: Path) -> None:
 
 
 def test_the_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "MOST_ANSWERS", 10)
+    monkeypatch.setattr(convolution, "MAX_ANSWERS", 10)
     answers = Answers("x")
     for i in range(25):
         answers.put(str(i), (i,))

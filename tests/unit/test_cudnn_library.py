@@ -109,7 +109,7 @@ def test_the_installed_cudnn_answers_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_more_convolutions_than_the_file_holds_are_answered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(convolution, "MOST_ANSWERS", 4)
+    monkeypatch.setattr(convolution, "MAX_ANSWERS", 4)
     stub = install(monkeypatch, Plan(12345, frozenset()))
     calls = [replace(PLAIN, groups=n) for n in range(1, 11)]
 

@@ -45,7 +45,7 @@ from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_NEWEST = (12, 1)  # last compute capability of the fused kernels (`sm121` in the source)
+_NEWEST_CAPABILITY = (12, 1)  # of the fused kernels (`sm121` in the source)
 _DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as numbers of `SDPBackend`
 
 
@@ -84,19 +84,21 @@ def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
         SDPBackend.EFFICIENT_ATTENTION: _can_use_efficient,
         SDPBackend.MATH: lambda call: bool(torch._C._get_math_sdp_enabled()),
     }
-    for backend in _order(call):
+    for backend in _backends_in_order(call):
         if accepts[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _order(call: _Call) -> tuple[SDPBackend, ...]:
+def _backends_in_order(call: _Call) -> tuple[SDPBackend, ...]:
     """Return the backends in order of trial: the user's (`set_priority=True`), or the GPU's."""
     numbers = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
-    distinct = dict.fromkeys(numbers)  # torch 2.6 has five places for four backends: the last is 0
-    order = tuple(SDPBackend(number) for number in distinct if number in _DEFAULT_ORDER)
+    # torch 2.6 has five places for four backends: the last is 0
+    backends = [n for n in dict.fromkeys(numbers) if n in _DEFAULT_ORDER]
+    order = tuple(map(SDPBackend, backends))
+    # 9.15.0, as `cudnnGetVersion` returns it
     prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
-    if prefers_cudnn and tuple(b.value for b in order) == _DEFAULT_ORDER:
+    if prefers_cudnn and tuple(backends) == _DEFAULT_ORDER:
         return SDPBackend.CUDNN_ATTENTION, *order[:-1]
     return order
 
@@ -106,14 +108,14 @@ def _can_use_cudnn(call: _Call) -> bool:
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    sixteenths = call.dropout_p * 16
+    is_in_sixteenths = call.dropout_p * 16 == math.floor(call.dropout_p * 16)
     return (
         torch._C._get_cudnn_sdp_enabled()
         and not deterministic
-        and _agrees(call, SDPBackend.CUDNN_ATTENTION, *_HALF)
+        and _passes_common_checks(call, SDPBackend.CUDNN_ATTENTION, *_HALF)
         and _cudnn_takes_mask(call)
-        and (8, 0) <= call.gpu.capability <= _NEWEST
-        and not (call.release.dropout_in_sixteenths and sixteenths != math.floor(sixteenths))
+        and (8, 0) <= call.gpu.capability <= _NEWEST_CAPABILITY
+        and (is_in_sixteenths or not call.release.dropout_in_sixteenths)
         and not (call.dropout_p > 0 and 91100 < call.release.cudnn_version < 91400)
         and _cudnn_takes_shapes(call)
     )
@@ -121,21 +123,21 @@ def _can_use_cudnn(call: _Call) -> bool:
 
 def _can_use_flash(call: _Call) -> bool:
     is_enabled = torch._C._get_flash_sdp_enabled() and call.attn_mask is None
-    if not (is_enabled and _agrees(call, SDPBackend.FLASH_ATTENTION, *_HALF)):
+    if not (is_enabled and _passes_common_checks(call, SDPBackend.FLASH_ATTENTION, *_HALF)):
         return False
     head_dim, capability = call.query.size(-1), call.gpu.capability
     # check_head_dim_size_flash
     if not (head_dim == call.key.size(-1) == call.value.size(-1) and head_dim <= 256):
         return False
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
-    small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-    untrainable = 192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0)
+    has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    is_untrainable = 192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0)
     needs_grad = _needs_grad(call.query, call.key, call.value)
-    if small_shared_memory and needs_grad and untrainable:
+    if has_small_shared_memory and needs_grad and is_untrainable:
         return False
     # check_flash_causal_non_square_seqlens, check_flash_attention_hardware_support
     is_square = call.query.size(-2) == call.key.size(-2)
-    return (is_square or not call.is_causal) and (8, 0) <= capability <= _NEWEST
+    return (is_square or not call.is_causal) and (8, 0) <= capability <= _NEWEST_CAPABILITY
 
 
 def _can_use_efficient(call: _Call) -> bool:
@@ -144,12 +146,15 @@ def _can_use_efficient(call: _Call) -> bool:
     8.0): `check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`."""
     if not (
         torch._C._get_mem_efficient_sdp_enabled()
-        and (5, 0) <= call.gpu.capability <= _NEWEST
-        and _agrees(call, SDPBackend.EFFICIENT_ATTENTION, *_HALF, torch.float32)
+        and (5, 0) <= call.gpu.capability <= _NEWEST_CAPABILITY
+        and _passes_common_checks(call, SDPBackend.EFFICIENT_ATTENTION, *_HALF, torch.float32)
     ):
         return False
-    major = call.gpu.capability[0]
-    alignment = 8 if call.query.dtype in _HALF and major >= 7 else 4 if major >= 8 else 1
+    alignment = 1
+    if call.gpu.capability >= (7, 0) and call.query.dtype in _HALF:
+        alignment = 8
+    elif call.gpu.capability >= (8, 0):
+        alignment = 4
     head_dim, value_dim = call.query.size(-1), call.value.size(-1)
     is_aligned = all(width > 0 and width % alignment == 0 for width in (head_dim, value_dim))
     return is_aligned and head_dim == call.key.size(-1)
@@ -161,8 +166,9 @@ def _cudnn_takes_shapes(call: _Call) -> bool:
     limit = 128
     if call.release.cudnn_version >= 91000 and call.gpu.capability == (9, 0):
         limit = 256
-    if call.release.cudnn_version >= 91100 and call.gpu.capability[0] == 10:
-        limit = 192 if (head_dim, value_dim) == (192, 128) else limit
+    is_blackwell = call.release.cudnn_version >= 91100 and call.gpu.capability[0] == 10
+    if is_blackwell and (head_dim, value_dim) == (192, 128):
+        limit = 192
     return (
         all(width <= limit and width % 8 == 0 for width in (head_dim, value_dim))
         and call.key.size(2) != 1
@@ -182,7 +188,7 @@ def _cudnn_takes_mask(call: _Call) -> bool:
     return all(size in (1, target) for size, target in zip(mask.shape, full_shape, strict=True))
 
 
-def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
+def _passes_common_checks(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
     """Return whether `call` passes the checks that all fused kernels share. `dtypes` are the dtypes
     that `backend` supports.
 
@@ -192,7 +198,7 @@ def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
     a last stride other than 1, and heads may be grouped (`enable_gqa`). The efficient kernel
     accepts neither of the two.
     """
-    tensors = query, key, value = call.query, call.key, call.value
+    query, key, value = call.query, call.key, call.value
     is_efficient = backend == SDPBackend.EFFICIENT_ATTENTION
     if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.size(2), key.size(2)):
         return False
@@ -200,14 +206,14 @@ def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
         return False
     if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
         return False
-    has_rows = all(t.stride(-1) == 1 for t in tensors)
-    if not (has_rows or (query.size(-1) == 1 and not is_efficient)):
+    has_unit_strides = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    if not (has_unit_strides or (query.size(-1) == 1 and not is_efficient)):
         return False
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         return False
     if not query.size(0) == key.size(0) == value.size(0):
         return False
-    query_heads, key_heads, value_heads = (t.size(1) for t in tensors)
+    query_heads, key_heads, value_heads = query.size(1), key.size(1), value.size(1)
     if call.enable_gqa and not is_efficient:
         if backend == SDPBackend.FLASH_ATTENTION and key_heads != value_heads:
             return False
@@ -225,28 +231,31 @@ def scaled_dot_product_attention(
     It replaces `aten::scaled_dot_product_attention` above autograd, and has its arguments.
     """
     refuse_attention(query, key, value, attn_mask)
-    qkv, options = (query, key, value), (dropout_p, is_causal)
+    qkv = query, key, value
+    options: tuple[Any, ...] = dropout_p, is_causal
     backend = choose_backend(*qkv, attn_mask, *options, enable_gqa=enable_gqa, gpu=gpu)
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
-    if backend == SDPBackend.FLASH_ATTENTION:  # with heads of a multiple of 8
-        width, padding = query.size(-1), -query.size(-1) % 8
-        scale = 1 / math.sqrt(width) if scale is None else scale
+    if backend == SDPBackend.MATH:
+        return math_attention(*qkv, attn_mask, *options, scale=scale, enable_gqa=enable_gqa)
+    returns_debug_mask = False
+    if backend == SDPBackend.FLASH_ATTENTION:
+        head_dim, padding = query.size(-1), -query.size(-1) % 8  # to a multiple of 8
+        scale = 1 / math.sqrt(head_dim) if scale is None else scale
         if padding:
             query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in qkv)
             qkv = query, key, value
         op = aten._scaled_dot_product_flash_attention.default
-        out = _first_result(op, *qkv, *options, False, scale=scale)
-        return aten.slice.Tensor(out, -1, 0, width) if padding else out
-    if backend == SDPBackend.MATH:
-        return math_attention(*qkv, attn_mask, *options, scale=scale, enable_gqa=enable_gqa)
+        out = _first_result(op, *qkv, *options, returns_debug_mask, scale=scale)
+        return aten.slice.Tensor(out, -1, 0, head_dim) if padding else out
     if backend == SDPBackend.CUDNN_ATTENTION:
-        op, extra = aten._scaled_dot_product_cudnn_attention.default, [False]
+        op = aten._scaled_dot_product_cudnn_attention.default
+        options = *options, returns_debug_mask
     else:
-        op, extra = aten._scaled_dot_product_efficient_attention.default, []
+        op = aten._scaled_dot_product_efficient_attention.default
         attn_mask = None if attn_mask is None else _aligned_mask(attn_mask, query, key)
-    return _first_result(op, *qkv, attn_mask, _needs_grad(*qkv), *options, *extra, scale=scale)
+    return _first_result(op, *qkv, attn_mask, _needs_grad(*qkv), *options, scale=scale)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -298,8 +307,10 @@ def math_attention(
     query_acc, key_acc, value_acc = query, key, value
     if dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
         query_acc, key_acc, value_acc = query.float(), key.float(), value.float()
-    factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
-    scaled_q = aten.mul.Scalar(query_acc, -factor if scale is not None and scale < 0 else factor)
+    # both factors of the product are multiplied by the root of the scale, whose sign the query gets
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    factor = math.sqrt(abs(scale))
+    scaled_q = aten.mul.Scalar(query_acc, -factor if scale < 0 else factor)
     if is_causal:
         sides, device = [query.size(-2), key.size(-2)], query.device
         lower = aten.ones.default(sides, dtype=torch.bool, device=device).tril()
@@ -318,6 +329,7 @@ def math_attention(
     # The weights are a second result, converted before the output is computed, and dropped here.
     weights = attn.to(dtype)
     out = torch.matmul(attn, all_values).to(dtype)
+    # C++ destroys local variables in reverse order
     del weights, attn, all_keys, all_values, scaled_q, attn_mask, value_acc, key_acc, query_acc
     return out
 
@@ -330,6 +342,7 @@ def run_attention(next_kernel: Next, *args: Any, **kwargs: Any) -> Tensor:
 
 # -------------------------------------------------------------------- what kernels request
 _FLOAT_BYTES = 4
+_RANDOM_STATE_BYTES, _UNUSED_BYTES = 16, 8  # results of flash's forward: two int64, one int64
 
 CUDNN_ENGINE_BYTES = 256
 """Workspace of cuDNN's own engines on compute capability 9.0, forward and backward.
@@ -340,8 +353,7 @@ Measured with cuDNN 9.19 on an H200, the same in every case; no source is public
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of one attention call (batch B, query heads H, key heads K, query tokens L, key tokens
-    S, head width E, width V of the values) and the bytes of an element."""
+    """Sizes of one attention call, named as in this file's docstring, and bytes of an element."""
 
     B: int
     H: int
@@ -367,7 +379,7 @@ class _Shape:
         return self.B * self.H * self.L * self.V * self.itemsize
 
 
-def _tokens_first(tensor: Tensor) -> bool:
+def _has_tokens_before_heads(tensor: Tensor) -> bool:
     """Return whether `tensor`, (B, heads, tokens, width), is stored with tokens before heads."""
     return tensor.transpose(1, 2).is_contiguous()
 
@@ -379,7 +391,7 @@ def _dropout_offset(count: int, dropout_p: float) -> int:
     return round_up(count, DRAWS) if dropout_p else 0
 
 
-def _scores_step(c: KernelCall) -> int:
+def _offset_of_scores(c: KernelCall) -> int:
     return _dropout_offset(prod(c.query.shape[:3]) * c.key.size(2), c.dropout_p)
 
 
@@ -395,15 +407,14 @@ def flash_forward(c: KernelCall) -> Events:
     logsumexp and float32 output; the output's width is rounded up to 32 (64 above 128).
     """
     shape = _Shape.of(c)
-    accumulators: list[int] = []
-    if c.dropout_p == 0:
-        accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, c.gpu)
-    events = outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + temporaries(*accumulators)
+    results = outputs({0: shape.out_bytes, 1: shape.lse_bytes})
     if c.dropout_p > 0:
-        events += around((16,), outputs({7: 8, 6: 16}))
-    else:
-        events += outputs({6: 16, 7: 8})
-    return events + temporaries(*(-n for n in accumulators))
+        random_state = outputs({7: _UNUSED_BYTES, 6: _RANDOM_STATE_BYTES})
+        return results + around((_RANDOM_STATE_BYTES,), random_state)
+    accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, c.gpu)
+    random_state = outputs({6: _RANDOM_STATE_BYTES, 7: _UNUSED_BYTES})
+    frees = temporaries(*(-num_bytes for num_bytes in accumulators))
+    return results + temporaries(*accumulators) + random_state + frees
 
 
 def rounded_head_width(E: int) -> int:
@@ -415,22 +426,26 @@ def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> lis
     """Return [bytes of logsumexps, bytes of outputs] of all splits of the keys; [] without a split.
     B, H, L, S, E: batch, heads, queries, keys, head width. The number of splits is the least whose
     use of the multiprocessors is at least 85 % of the best (`num_splits_heuristic`)."""
-    key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
-    query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
+    block_keys = 64
+    if E <= 128:
+        block_keys = 256 if E <= 64 else 128
+    key_blocks = ceil_div(S, block_keys)
+    query_blocks = B * H * ceil_div(L, 64)
+    slots = gpu.num_sms * 2  # blocks that run at once, as torch counts them
     if query_blocks >= 0.8 * slots:
         return []
-    uses: dict[int, float] = {}
+    use_by_splits: dict[int, float] = {}
     for splits in range(1, min(128, slots, key_blocks) + 1):
-        same_as_fewer = splits > 1 and (
-            ceil_div(key_blocks, splits) == ceil_div(key_blocks, splits - 1)
-        )
-        if not same_as_fewer:
+        blocks_of_split = ceil_div(key_blocks, splits)
+        if splits == 1 or blocks_of_split != ceil_div(key_blocks, splits - 1):
             waves = query_blocks * splits / slots
-            uses[splits] = waves / ceil_div(query_blocks * splits, slots)
-    best = max(uses.values(), default=0.0)
-    splits = next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
-    tokens = splits * B * H * L * _FLOAT_BYTES
-    return [tokens, tokens * rounded_head_width(E)] if splits > 1 else []
+            use_by_splits[splits] = waves / ceil_div(query_blocks * splits, slots)
+    best = max(use_by_splits.values(), default=0.0)
+    num_splits = next((splits for splits, use in use_by_splits.items() if use >= 0.85 * best), 1)
+    if num_splits == 1:
+        return []
+    lse_bytes = num_splits * B * H * L * _FLOAT_BYTES
+    return [lse_bytes, lse_bytes * rounded_head_width(E)]
 
 
 @registry.requests("_scaled_dot_product_flash_attention_backward")
@@ -441,44 +456,46 @@ def flash_backward(c: KernelCall) -> Events:
     each query head, which are summed into the outputs.
     """
     shape = _Shape.of(c)
-    copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _tokens_first(t)]
+    copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _has_tokens_before_heads(t)]
     rows = shape.B * shape.H * round_up(shape.L, 128)
-    grouped_bytes = shape.B * shape.S * shape.H * shape.E * shape.itemsize
-    return around(copies, _flash_gradients(c, rows, shape.E, grouped_bytes * (shape.K != shape.H)))
+    return around(copies, _flash_gradients(c, rows, shape.B * shape.S, shape.H, shape.K))
 
 
-def _flash_gradients(c: KernelCall, rows: int, E: int, grouped_bytes: int) -> Events:
-    scratch = [rows * _FLOAT_BYTES, rows * rounded_head_width(E) * _FLOAT_BYTES]
-    return _gradients(c) + passing(*scratch, *[grouped_bytes] * 2)
+def _flash_gradients(c: KernelCall, rows: int, num_keys: int, H: int, K: int) -> Events:
+    E, itemsize = c.query.size(-1), c.query.itemsize
+    workspaces = [rows * _FLOAT_BYTES, rows * rounded_head_width(E) * _FLOAT_BYTES]
+    if K != H:  # gradients of key and value for each query head
+        workspaces += [num_keys * H * E * itemsize] * 2
+    return _gradient_outputs(c) + passing(*workspaces)
 
 
-def _packs_texts(c: KernelCall) -> bool:
+def _is_packed_without_dropout(c: KernelCall) -> bool:
     """Return whether the sequences are packed, as (tokens, H, E), and dropout is 0."""
     return c.cum_seq_q is not None and not c.dropout_p
 
 
-@registry.requests("_flash_attention_forward", modelled=_packs_texts)
+@registry.requests("_flash_attention_forward", modelled=_is_packed_without_dropout)
 def packed_forward(c: KernelCall) -> Events:
     """Requests of `mha_varlen_fwd`: output, logsumexp, 16 B of random state, 8 unused bytes."""
-    return outputs({0: c.query.nbytes, 1: c.out[1].nbytes, 2: 16, 3: 8})
+    state = outputs({2: _RANDOM_STATE_BYTES, 3: _UNUSED_BYTES})
+    return outputs({0: c.query.nbytes, 1: c.out[1].nbytes}) + state
 
 
-@registry.requests("_flash_attention_backward", modelled=_packs_texts)
+@registry.requests("_flash_attention_backward", modelled=_is_packed_without_dropout)
 def packed_backward(c: KernelCall) -> Events:
     """Requests of `mha_varlen_bwd`: those of `mha_bwd`, with 128 tokens more for each sequence."""
-    tokens, H, E = c.query.shape
+    (num_queries, H, _), (num_keys, K, _) = c.query.shape, c.key.shape
     copies = [t.nbytes for t in (c.grad_out, c["out"]) if not t.is_contiguous()]
-    rows = H * (tokens + 128 * (c.cum_seq_q.numel() - 1))
-    grouped_bytes = c.key.size(0) * H * E * c.key.itemsize * (c.key.size(1) != H)
-    return around(copies, _flash_gradients(c, rows, E, grouped_bytes))
+    rows = H * (num_queries + 128 * (c.cum_seq_q.numel() - 1))
+    return around(copies, _flash_gradients(c, rows, num_keys, H, K))
 
 
-def _gradients(c: KernelCall) -> Events:
+def _gradient_outputs(c: KernelCall) -> Events:
     return outputs({i: t.nbytes for i, t in enumerate((c.query, c.key, c.value))})
 
 
 # ----------------------------------------------------------------------- efficient
-@registry.requests("_scaled_dot_product_efficient_attention", random_offset=_scores_step)
+@registry.requests("_scaled_dot_product_efficient_attention", random_offset=_offset_of_scores)
 def efficient_forward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_forward`: output, logsumexp, and perhaps an accumulator.
 
@@ -486,42 +503,42 @@ def efficient_forward(c: KernelCall) -> Events:
     width of 128 the output is accumulated in a float32 buffer (`kNeedsOutputAccumulatorBuffer`).
     """
     shape = _Shape.of(c)
-    lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES
+    lse_bytes = 0
+    if c.compute_log_sumexp:
+        lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES
     accumulator = 0
     if c.query.dtype in _HALF and max(shape.E, shape.V) > 128:
         accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
-    events = outputs({0: shape.out_bytes, 1: lse_bytes if c.compute_log_sumexp else 0})
-    return events + passing(accumulator)
+    return outputs({0: shape.out_bytes, 1: lse_bytes}) + passing(accumulator)
 
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace. A bias
     gradient has rows padded to 16. The row sums are sums of grad_out * out over the head width.
-    They are allocated in each case. Most kernels of half precision compute the row sums themselves.
-    In all other cases torch computes them before the kernel runs, by a product, a sum and a
-    transposed copy (`_row_sums`)."""
+    Most kernels of half precision compute them. In all other cases torch computes them before the
+    kernel runs, by a product, a sum and a transposed copy (`_row_sums`)."""
     shape, bias = _Shape.of(c), c.attn_bias
     is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
     queries, keys, is_staged = _efficient_tile(c.query.dtype, width, c.dropout_p > 0, c.gpu)
-    copy = 0 if _tokens_first(c.grad_out_) else c.grad_out_.nbytes
-    gradients = _gradients(c)
-    if bias is not None and c.grad_input_mask[3]:
+    copy = 0 if _has_tokens_before_heads(c.grad_out_) else c.grad_out_.nbytes
+    gradients = _gradient_outputs(c)
+    _, _, _, needs_bias_gradient = c.grad_input_mask
+    if bias is not None and needs_bias_gradient:
         rows = bias.numel() // bias.size(-1)
         gradients += outputs({3: rows * round_up(bias.size(-1), 16) * bias.itemsize})
     # `kKernelComputesDelta`
     sums_rows = is_half and not (is_staged and c.gpu.capability == (7, 0))
-    delta_events = temporaries(shape.lse_bytes) if sums_rows else _row_sums(shape)
+    row_sums = temporaries(shape.lse_bytes) if sums_rows else _row_sums(shape)
     # `Params::workspace_size`: the query's gradient, and those of key and value if staged
     floats = ceil_div(shape.L, queries) * ceil_div(shape.E, keys) * (4 + queries * keys)
     heads = shape.B * shape.H
     if is_staged:
-        splits = ceil_div(shape.S, keys)
-        splits = 1 if heads >= 256 and splits <= 2 else max(1, min(splits, 200 // heads))
+        splits = max(1, min(ceil_div(shape.S, keys), 200 // heads))
         floats += splits * keys * (round_up(shape.E, queries) + round_up(shape.V, queries))
     workspace = heads * round_up(floats, 4) * _FLOAT_BYTES
     final_events = temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
-    return temporaries(copy) + gradients + delta_events + final_events
+    return temporaries(copy) + gradients + row_sums + final_events
 
 
 def _row_sums(shape: _Shape) -> Events:
@@ -531,6 +548,7 @@ def _row_sums(shape: _Shape) -> Events:
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
     sums = shape.lse_bytes
     is_copied = shape.L > 1 and shape.H > 1
+    # the transposed copy replaces the sums
     copy_events = temporaries(sums) + temporaries(-sums, oldest=True) if is_copied else []
     frees = temporaries(-product, *(-n for n in casts))
     return [*temporaries(*casts, product, sums), *copy_events, *frees]
@@ -582,9 +600,13 @@ def _is_measured(c: KernelCall) -> bool:
     return c.gpu.capability == (9, 0)
 
 
+def _engine_bytes(c: KernelCall) -> int:
+    return CUDNN_ENGINE_BYTES if _is_measured(c) else 0
+
+
 @registry.requests(
     "_scaled_dot_product_cudnn_attention",
-    modelled=_is_measured, random_offset=_scores_step,
+    modelled=_is_measured, random_offset=_offset_of_scores,
     layout=lambda c: cudnn_output(c.args, c.out),
 )  # fmt: skip
 def cudnn_forward(c: KernelCall) -> Events:
@@ -593,9 +615,10 @@ def cudnn_forward(c: KernelCall) -> Events:
     The workspace has the constant size `CUDNN_ENGINE_BYTES`; a single query token needs none.
     """
     shape = _Shape.of(c)
-    workspace = CUDNN_ENGINE_BYTES * _is_measured(c) if shape.L > 1 else 0
+    workspace = _engine_bytes(c) if shape.L > 1 else 0
     lse_bytes = shape.lse_bytes if c.compute_log_sumexp else 0
-    return outputs({6: 8, 7: 8, 0: shape.out_bytes, 1: lse_bytes}) + passing(workspace)
+    seed_and_offset = outputs({6: 8, 7: 8})  # an int64 each
+    return seed_and_offset + outputs({0: shape.out_bytes, 1: lse_bytes}) + passing(workspace)
 
 
 @registry.requests("_scaled_dot_product_cudnn_attention_backward", modelled=_is_measured)
@@ -613,7 +636,7 @@ def cudnn_backward(c: KernelCall) -> Events:
     for heads, width in ((shape.K, shape.E), (c.value.size(1), shape.V)):
         if heads != shape.H:
             workspace += shape.B * shape.H * shape.S * width * shape.itemsize
-    return _gradients(c) + passing(copy, workspace + CUDNN_ENGINE_BYTES * _is_measured(c))
+    return _gradient_outputs(c) + passing(copy, workspace + _engine_bytes(c))
 
 
 # ---------------------------------------------------------------------------- math
@@ -657,31 +680,35 @@ def check_gpu(gpu: Gpu) -> None:
         )
 
 
-def _copies(*tensors: Tensor) -> list[int]:
+def _copies_for_unit_stride(*tensors: Tensor) -> list[int]:
     """Return the bytes of copies of tensors whose last stride is not 1: `maybe_contiguous`."""
     return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
 
 
 @registry.requests(FORWARD)
-def forward(c: KernelCall) -> Events:
+def package_forward(c: KernelCall) -> Events:
     """Allocations of flash-attn's forward: output, logsumexp, split accumulators, 16 B RNG state.
     The logsumexp has 4 * B * H * L bytes, or 4 * H * N for N packed tokens. Keys are split as in
     torch (`_split_accumulators`), except with dropout. Packed sequences (`cu_seqlens`) are split
     only for a single query token with grouped heads (`seqlenq_ngroups_swapped`)."""
-    L, (H, E), K = c.max_queries, c.query.shape[-2:], c.key.shape[-2]
+    L, K = c.max_queries, c.key.shape[-2]
+    H, E = c.query.shape[-2:]
     is_swapped = L == 1 and H > K and not c.is_windowed and c.dropout_p == 0
     accumulators: list[int] = []
     if c.dropout_p == 0 and (c.cu_seqlens is None or is_swapped):
-        B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
-        if is_swapped:
+        if is_swapped:  # the query heads of a group run as tokens of its key head
             H, L = K, H // K
-        accumulators = _split_accumulators(B, H, L, c.max_keys, E, c.gpu)
+        accumulators = _split_accumulators(_num_sequences(c), H, L, c.max_keys, E, c.gpu)
     events = c.outputs(0, 1) + around(accumulators, c.outputs(2))
-    return around(_copies(c.query, c.key, c.value), events)
+    return around(_copies_for_unit_stride(c.query, c.key, c.value), events)
+
+
+def _num_sequences(c: KernelCall) -> int:
+    return int(c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1)
 
 
 @registry.requests(BACKWARD)
-def backward(c: KernelCall) -> Events:
+def package_backward(c: KernelCall) -> Events:
     """Allocations of flash-attn's backward: copies, gradients, and these buffers.
 
         4 * L' * H                    row sums, a result that the caller drops
@@ -693,16 +720,15 @@ def backward(c: KernelCall) -> Events:
     32, or to 64 above 128. `splits` is 1, or ceil(SMs / (B * H)) for a deterministic backward. The
     gradients per query head are then summed over each group of heads.
     """
-    H, E = c.query.shape[-2:]
-    B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
+    (H, E), K = c.query.shape[-2:], c.key.shape[-2]
     accumulator_bytes = c.out.nbytes * rounded_head_width(E)
     if c.deterministic:
-        accumulator_bytes *= ceil_div(c.gpu.num_sms, B * H)
-    K, expanded_bytes = c.key.shape[-2], list[int]()
-    sums: tuple[int, ...] = ()
+        accumulator_bytes *= ceil_div(c.gpu.num_sms, _num_sequences(c) * H)
+    buffers = [accumulator_bytes]
+    sum_events: Events = []
     if K != H:  # gradients of key and value for each query head, and their sum over a group
         groups = c.key.new_empty((*c.key.shape[:-2], K, H // K, E))
-        expanded_bytes = [groups.nbytes] * 2
-        sums = sum_bytes(groups, [groups.dim() - 2], groups.dtype, c.gpu)
-    sum_events = around([accumulator_bytes, *expanded_bytes], passing(*sums) * len(expanded_bytes))
-    return around(_copies(*c.args[:5]), c.outputs() + sum_events)
+        buffers += [groups.nbytes, groups.nbytes]
+        sum_events = 2 * passing(*sum_bytes(groups, [groups.dim() - 2], groups.dtype, c.gpu))
+    tensors = c.args[:5]  # gradient of the output, query, key, value, output
+    return around(_copies_for_unit_stride(*tensors), c.outputs() + around(buffers, sum_events))

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
-)
+from torch.utils import _python_dispatch
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
@@ -36,7 +32,6 @@ KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_PYTHON = torch._C.DispatchKey.Python
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 
 LOWER_PRECISION, FLOAT32, FLOAT32_SINCE_2_12, FLOAT32_RESULT, PROMOTE = read_table(
@@ -73,12 +68,15 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
     """Run the higher-order operator `self` by its kernel for the dispatch key `key`. Its tensors
     are cast where CUDA's autocast would cast them."""
     if key != _KEY:
-        mode = _get_current_dispatch_mode() if key == _PYTHON else None
+        is_for_mode = key == torch._C.DispatchKey.Python
+        mode = _python_dispatch._get_current_dispatch_mode() if is_for_mode else None
         # torch 2.8 and older call no mode for an operator without a rule for the mode's class
-        torch_calls_modes = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+        torch_calls_modes = hasattr(
+            _python_dispatch.TorchDispatchMode, "supports_higher_order_operators"
+        )
         takes_operator = getattr(mode, "supports_higher_order_operators", False)
         if takes_operator and not torch_calls_modes and type(mode) not in self.python_key_table:
-            with _pop_mode_temporarily() as mode:
+            with _python_dispatch._pop_mode_temporarily() as mode:
                 return mode.__torch_dispatch__(self, [], args, kwargs)
         return _torch_dispatch(self, key, *args, **kwargs)
     if _AUTOCAST in self.py_kernels and torch.is_autocast_enabled(_CUDA):
@@ -198,7 +196,7 @@ def _register_kernels() -> tuple[Any, Any]:
     policy_by_op: dict[OpOverload, Policy] = {}
     for names, policy in (
         (LOWER_PRECISION, lambda op, args, kwargs: _cast_all(args, kwargs)),
-        (FLOAT32, _to_float32),
+        (FLOAT32, lambda op, args, kwargs: _cast_all(args, kwargs, torch.float32)),
         (FLOAT32_RESULT, _to_float32_result),
         (PROMOTE, _to_widest),
         (("binary_cross_entropy",), _refuse),
@@ -244,8 +242,7 @@ def _on_one_device(op: OpOverload, args: Args) -> Args:
     Integer tensors are not moved.
 
     A host tensor on `meta` has no data, and a host tensor on `cpu` has data. C++ compares devices
-    before it decomposes `op`, and refuses a mix of `cpu` and `meta`. So a tensor with data is
-    replaced by one without data.
+    before it decomposes `op`, and refuses a mix of `cpu` and `meta`.
 
     Integer tensors are lengths, such as those of `ctc_loss`. C++ takes lengths on `cpu`, and reads
     their values. In `take_along_dim` integer tensors are indices, and are replaced too. In `istft`
@@ -337,10 +334,6 @@ def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> t
     return cast_args[::-1], dict(reversed(list(cast_kwargs.items())))
 
 
-def _to_float32(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    return _cast_all(args, kwargs, torch.float32)
-
-
 def _to_float32_by_release(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     return _cast_all(args, kwargs, torch.float32) if simulated().casts_rms_norm else (args, kwargs)
 
@@ -388,15 +381,12 @@ _DECOMPOSED_BELOW_AUTOGRAD = frozenset(
 )
 """Operators that C++ decomposes below autograd; autograd has formulas for some of them."""
 
-_EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-
 
 def decomposition_key(func: Any) -> Any:
     """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel. A
-    function is returned for operators of `prims`, and for those with an `Op.decomposition`. For all
-    other operators the result is a key or None. An operator of another library is decomposed if it
-    has a kernel in Python. torch's dispatcher stores the file in which a kernel was registered. The
-    file of a Python kernel ends with `.py`; torch 2.6 and 2.8 store `/dev/null` instead."""
+    function decomposes operators of `prims`, and those with an `Op.decomposition`. An operator of
+    another library is decomposed if it has a kernel in Python. The dispatcher stores the file that
+    registered a kernel: one that ends with `.py`, or in torch 2.6 and 2.8 `/dev/null`."""
     name = func.name()
     if func.namespace == "prims":
         return getattr(func, "impl_aten", None)  # the function that CUDA runs
@@ -404,8 +394,10 @@ def decomposition_key(func: Any) -> Any:
         return decomposition
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in _DECOMPOSED_BELOW_AUTOGRAD or func.namespace == _FUNCTIONAL:
-        key = next(key for key in _EXPLICIT_KEYS if has_kernel(name, key))
-        return getattr(torch._C.DispatchKey, key)
+        key = "CompositeExplicitAutograd"
+        return getattr(
+            torch._C.DispatchKey, key if has_kernel(name, key) else f"{key}NonFunctional"
+        )
     if func.namespace in _TORCH_NAMESPACES:
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(
             has_kernel(name, key) for key in _KEYS_OF_OWN_KERNELS

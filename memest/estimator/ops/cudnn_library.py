@@ -40,12 +40,7 @@ from torch._prims_common import make_channels_last_strides_for, make_contiguous_
 
 from memest.estimator.hardware import gpus
 from memest.estimator.ops import cudnn_rules
-from memest.estimator.ops.cudnn_rules import (
-    ConvolutionShapes,
-    compiled_bytes,
-    planar,
-    product_bytes,
-)
+from memest.estimator.ops.cudnn_rules import ConvolutionShapes, planar
 
 OLDEST, MEASURED = 90800, range(91900, 92000)  # with device properties; measured on Hopper
 FOLDER = "MEMEST_CUDNN"  # environment variable: a folder of NVIDIA's packages; `0` for no library
@@ -412,10 +407,10 @@ def _plans_on_gpu(
         if cudnn_rules.is_fourier(shapes, direction):
             yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))
     elif WITHOUT_DRIVER in reasons and engine in COMPILED_ENGINES[direction]:
-        num_bytes = compiled_bytes(shapes, direction) if engine == SUMS_IN_PARTS else 0
+        num_bytes = cudnn_rules.compiled_bytes(shapes, direction) if engine == SUMS_IN_PARTS else 0
         yield Plan(num_bytes, frozenset())
     elif WITHOUT_CUBLASLT in reasons and cudnn_rules.is_product(shapes):
-        num_bytes = product_bytes(shapes, direction, gpus.find_gpu(gpu).num_sms)
+        num_bytes = cudnn_rules.product_bytes(shapes, direction, gpus.find_gpu(gpu).num_sms)
         is_estimated = direction == "weight" and shapes.is_channels_last
         yield Plan(num_bytes, frozenset({TENSOR_CORES}), is_estimated)
     elif WITHOUT_WINOGRAD in reasons and cudnn_rules.is_winograd(shapes, direction):

@@ -48,7 +48,6 @@ from memest.units import KIB, MIB, round_up
 
 aten = torch.ops.aten
 
-_POINTER_BYTES = 8
 _PROBLEM_BYTES = 3 * 4  # M, N and K of a group as int32
 _STRIDE_BYTES = 3 * 8  # one int64 stride of each of both operands and the result
 _RECORDED_CAPABILITY = (9, 0)  # of the GPU on which the workspace was recorded
@@ -102,7 +101,7 @@ def grouped_mm(c: KernelCall) -> Scratch:
     if not _is_fused(c):
         return Scratch()
     groups = c.self.size(0) if c.offs is None else c.offs.size(0)
-    pointers = 3 * _POINTER_BYTES * round_up(groups, 2)
+    pointers = 3 * 8 * round_up(groups, 2)  # to both operands and the result, 8 bytes each
     descriptors = c.gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
     return Scratch(after=(pointers + groups * (_PROBLEM_BYTES + _STRIDE_BYTES), descriptors))
 

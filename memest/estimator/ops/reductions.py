@@ -136,23 +136,22 @@ def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, in
     return merged
 
 
-def _iterated(
+def _sorted_and_merged(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
     """Return [sizes, input strides, output strides] of a reduction over `dims` (all if empty), with
     dimensions sorted and merged. Strides are in bytes; an element has `input_bytes` in `tensor` and
     `output_bytes` in the contiguous output."""
-    everything = not dims or tensor.dim() == 0
-    reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
+    if not tensor.dim():
+        return [(), (), ()]
+    reduced = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
     output_shape = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
-    strides: Any = make_contiguous_strides_for(output_shape)
-    rows = [
-        (n, tensor.stride(dim) * input_bytes, strides[dim] * output_bytes * (dim not in reduced))
-        for dim, n in enumerate(tensor.shape)
-    ]
-    return [
-        tuple(c) for c in zip(*_coalesce_dimensions(_reorder_dimensions(rows)), strict=True)
-    ] or [(), (), ()]
+    output_strides: Any = make_contiguous_strides_for(output_shape)
+    rows = []
+    for dim, size in enumerate(tensor.shape):
+        output_stride = 0 if dim in reduced else output_strides[dim] * output_bytes
+        rows.append((size, tensor.stride(dim) * input_bytes, output_stride))
+    return [*zip(*_coalesce_dimensions(_reorder_dimensions(rows)), strict=True)]
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
@@ -180,6 +179,7 @@ def staging_bytes(r: Reduction, gpu: Gpu) -> tuple[int, ...]:
     """
     num_outputs = r.num_outputs
     num_inputs = prod(r.shape) // max(1, num_outputs)
+    # dimension number `reduced`, if there is one, is the fastest that is not reduced
     reduced, ndim = r.num_reduced, len(r.shape)
     along_row = reduced == ndim or r.input_strides[0] < r.input_strides[reduced]
     dim0, dim1 = (num_inputs, num_outputs) if along_row else (num_outputs, num_inputs)
@@ -229,7 +229,9 @@ def reduce_bytes(
     dtype = dtype or tensor.dtype
     out_dtype = out_dtype or dtype
     accumulator_bytes = accumulator_bytes or dtype.itemsize
-    shape, in_strides, out_strides = _iterated(tensor, dims, dtype.itemsize, out_dtype.itemsize)
+    shape, in_strides, out_strides = _sorted_and_merged(
+        tensor, dims, dtype.itemsize, out_dtype.itemsize
+    )
     reduction = Reduction(
         shape, in_strides, out_strides, dtype.itemsize, accumulator_bytes, input_vector,
         int(tensor.storage_offset()),
@@ -266,9 +268,10 @@ def sum_bytes(
     """Return the bytes of each temporary of `sum` or `mean` over `dims` (all if empty): cast,
     staging. Equal dtypes need no cast, nor do 16-bit floats with result float32 (ReduceOps.cpp). A
     thread loads `half_vector` 16-bit values at once: 8 in `sum_functor`, `mean_kernel_impl`."""
-    as_is = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
-    dtype = tensor.dtype if as_is else out_dtype
-    cast = () if as_is else (tensor.numel() * dtype.itemsize,)
+    is_widened_half = tensor.dtype in HALVES and out_dtype == torch.float32
+    is_cast = tensor.dtype != out_dtype and not is_widened_half
+    dtype = out_dtype if is_cast else tensor.dtype
+    cast = (tensor.numel() * dtype.itemsize,) if is_cast else ()
     vector = half_vector if dtype.itemsize == 2 else VECTOR_SIZE
     return cast + reduce_bytes(
         tensor, dims, gpu, dtype=dtype, out_dtype=out_dtype,
@@ -322,11 +325,11 @@ op(  # `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
 )
 def renorm(c: KernelCall) -> Events:
     """Allocations of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
-    tensor, dim = c.self, c.dim % c.self.dim()
-    dims = [other for other in range(tensor.dim()) if other != dim]
+    tensor, kept_dim = c.self, c.dim % c.self.dim()
+    dims = [dim for dim in range(tensor.dim()) if dim != kept_dim]
     accumulator = accumulator_bytes_of(tensor.dtype)
     staging = reduce_bytes(tensor, dims, c.gpu, accumulator_bytes=accumulator)
-    return c.outputs() + around((tensor.shape[dim] * tensor.itemsize,), passing(*staging))
+    return c.outputs() + around((tensor.shape[kept_dim] * tensor.itemsize,), passing(*staging))
 
 
 op(
@@ -390,10 +393,8 @@ def equal(c: KernelCall) -> Scratch:
     """Allocations of `cuda_equal`: the elementwise comparison, its `all`, staging of `all`. There
     are none for different shapes, or for two views of the same elements (cuda/Equal.cpp)."""
     first, second = c.self, c.other
-    is_same = first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
-        (first.storage_offset(), first.stride()) == (second.storage_offset(), second.stride())
-    )
-    if first.shape != second.shape or not first.numel() or is_same:
+    views = {(t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (first, second)}
+    if first.shape != second.shape or not first.numel() or len(views) == 1:
         return Scratch()
     comparison = torch.empty(first.shape, dtype=torch.bool, device="meta")
     return Scratch(after=(comparison.numel(), 1, *reduce_bytes(comparison, (), c.gpu)))
@@ -420,6 +421,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, out = ctx.saved_tensors
         x = x.to(grad.dtype)
+        # `prod_backward` searches for zeros on the GPU; here the results are not used
         if ctx.dim is None:
             torch.eq(x, 0)  # `nonzero` of it, a few KiB, is left out
         elif x.dim():
@@ -446,4 +448,5 @@ def product(next_kernel: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     def run() -> Tensor:
         return next_kernel.below_autograd(x, *args, **kwargs)
 
-    return _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]
+    dim = args[0] if args else None
+    return _Product.apply(x, run, dim)  # type: ignore[no-untyped-call]

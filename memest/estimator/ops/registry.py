@@ -69,14 +69,11 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 RequestRule = Callable[[KernelCall], Scratch | Events | None]
 ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, where they are known
 
-_COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
 _NAMESPACES_WITHOUT_TEMPORARIES = ("profiler", "_c10d_functional")
 _SEVERAL_KERNELS = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Operators tagged `pointwise` that run several kernels; not compared with a GPU."""
 
 _RESIZES = frozenset(("aten::resize_", "aten::resize_as_", "aten::_resize_output_"))
-_FOREACH_MAXIMUM = "_foreach_maximum"
-_UNSUPPORTED_DTYPE = "not implemented for"  # part of torch's text of a `NotImplementedError`
 
 
 @dataclass(eq=False)
@@ -151,7 +148,7 @@ class Op:
         # writes to its first argument only, whose shape stays, without requests
         self.is_plain_in_place = self._is_plain_in_place()
         self.reads_value = func in READS_VALUE
-        self.is_collective = func.namespace == _COLLECTIVES
+        self.is_collective = func.namespace == "c10d"  # a `ProcessGroup` sends through it
         # waits for a functional collective and returns its input
         self.is_wait = schema.name == "_c10d_functional::wait_tensor"
         # can move the offset of the GPU's generator
@@ -184,7 +181,8 @@ class Op:
         """
         reason = "" if self.refuse is None else self.refuse(self.call(args, kwargs))
         if reason:
-            raise (NotImplementedError if _UNSUPPORTED_DTYPE in reason else RuntimeError)(reason)
+            is_missing = "not implemented for" in reason  # torch's words for a missing kernel
+            raise NotImplementedError(reason) if is_missing else RuntimeError(reason)
 
     def _is_plain_in_place(self) -> bool:
         aliases = [argument.alias_info for argument in self.func._schema.arguments]
@@ -207,7 +205,7 @@ class Op:
             return True
         if name.startswith("_foreach_"):
             is_reduction = name.startswith(FOREACH_REDUCTIONS)
-            return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
+            return not is_reduction or name.startswith("_foreach_maximum")
         if name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY:
             return True
         if not name.endswith("_"):

@@ -21,16 +21,7 @@ from memest.estimator.ops.autograd_ops import reenabled_decisions
 from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, overloads, register
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.sparse_rows import (
-    CSC,
-    CSR,
-    VIEWS,
-    as_it_is,
-    by_torch,
-    filled,
-    is_compressed,
-    of_dense,
-)
+from memest.estimator.ops.sparse_rows import CSC, CSR, by_torch, filled, is_compressed, of_dense
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
@@ -403,7 +394,7 @@ register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
 register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
 for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
-    register(_name, on_sparse=as_it_is(getattr(torch.Tensor, _name)))
+    register(_name, on_sparse=sparse_rows.as_it_is(getattr(torch.Tensor, _name)))
 
 _MADE = "_sparse_coo_tensor_with_dims_and_tensors"
 _FROM_DENSE = placement.operators(
@@ -453,7 +444,8 @@ class SparseTensors:
             return func in _ON_HOST_TOO and Place.HOST in devices
         if self._rule(func, tensors) is not None:
             return True
-        if op_of(func).is_view and (func in VIEWS or not any(map(is_compressed, tensors))):
+        is_torch_view = func in sparse_rows.VIEWS or not any(map(is_compressed, tensors))
+        if op_of(func).is_view and is_torch_view:
             return False  # the rule of its parts runs it
         raise self._refused(func, tensors)
 

@@ -18,18 +18,11 @@ from torch._ops import OpOverload
 
 from memest.estimator.ops.registry import on_compressed, overloads, register
 from memest.estimator.ops.sim_mode import SimMode
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import setting
-from memest.estimator.tensors.placement import (
-    CPU,
-    INSIDE,
-    META,
-    Place,
-    is_meta,
-    operators,
-    storage_key,
-)
+from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, is_meta, storage_key
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -37,7 +30,7 @@ CSR, CSC = torch.sparse_csr, torch.sparse_csc
 Parts = tuple[Tensor, Tensor, Tensor]
 
 _MADE = aten._sparse_compressed_tensor_unsafe.default
-VIEWS = operators(
+VIEWS = placement.operators(
     "t transpose.int detach alias values crow_indices col_indices ccol_indices row_indices"
 )
 """Views of a compressed matrix, or of its parts, that torch's meta device returns."""

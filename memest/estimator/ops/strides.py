@@ -7,12 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _prims_common
 from torch._ops import OpOverload
-from torch._prims_common import (
-    compute_elementwise_output_strides,
-    make_contiguous_strides_for,
-)
 
 from memest.estimator.ops.registry import Args, KernelCall, RequestRule
 from memest.estimator.ops.temporaries import Scratch
@@ -23,7 +19,7 @@ aten = torch.ops.aten
 def contiguous(call: KernelCall) -> Any:
     """Return the results of `call` with contiguous strides, unlike torch's meta kernel."""
     if isinstance(call.out, Tensor):
-        return strided(call.out, make_contiguous_strides_for(call.out.shape))
+        return strided(call.out, _prims_common.make_contiguous_strides_for(call.out.shape))
     return tuple(t if t is None else t.contiguous() for t in call.out)
 
 
@@ -44,7 +40,9 @@ def elementwise(call: KernelCall) -> Tensor:
     """Return the result with the strides that TensorIterator computes from the arguments."""
     out: Tensor = call.out
     tensors = [arg.expand(out.shape) for arg in call.args if isinstance(arg, Tensor) and arg.dim()]
-    return strided(out, compute_elementwise_output_strides(*tensors)) if tensors else out
+    return (
+        strided(out, _prims_common.compute_elementwise_output_strides(*tensors)) if tensors else out
+    )
 
 
 def with_pointwise_strides(func: OpOverload, args: Args, out: Any) -> Any:
@@ -57,7 +55,7 @@ def with_pointwise_strides(func: OpOverload, args: Args, out: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not all(t.shape == out.shape and t.is_contiguous() for t in tensors):
         return out
-    return strided(out, make_contiguous_strides_for(out.shape))
+    return strided(out, _prims_common.make_contiguous_strides_for(out.shape))
 
 
 _EMPTY_LIKE = {getattr(aten, name) for name in (

@@ -98,7 +98,6 @@ register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
 
 # ------------------------------------------------------------------- sampling at a grid
 _BY_CUDNN = (torch.float64, torch.float32, torch.float16)
-_MOST_CHANNELS = 1024
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
@@ -110,7 +109,7 @@ def _is_by_cudnn(c: KernelCall) -> bool:
         and c.grid.dtype in _BY_CUDNN
         and c.interpolation_mode == c.padding_mode == 0
         and c.align_corners
-        and 0 < c.input.size(1) <= _MOST_CHANNELS
+        and 0 < c.input.size(1) <= 1024
     )
 
 
