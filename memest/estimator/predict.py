@@ -49,13 +49,14 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
 
     start_time = time.perf_counter()
     gpus = target_gpus(plan)
-    by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
-    for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
-        by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
+    unique_gpus = {gpu.name: gpu for gpu in (_primary(plan), *gpus)}.values()
+    gpus_by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
+    for gpu in unique_gpus:
+        gpus_by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     require(*packages_of(plan))
     import_libraries(plan.model_name, plan.loop, plan.trust_remote_code)
-    outcome = _results_on_chips(plan, list(by_chip.values()), jobs)
-    primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in outcome.results)
+    outcome = _results_on_chips(plan, list(gpus_by_chip.values()), jobs)
+    primary = next(gpu for gpu in unique_gpus if gpu.name in outcome.results)
     return summarise(
         plan=plan, primary=primary, scenarios=outcome.scenarios,
         results=outcome.results[primary.name],
@@ -94,31 +95,30 @@ def _without_metrics() -> Iterator[None]:
 
     from lightning_utilities.core import imports
 
-    is_there, is_available = imports.RequirementCache.__bool__, imports.package_available
-    slow_imports = ("matplotlib", "scipy")
-    hidden = lambda self: self.requirement not in slow_imports and is_there(self)  # noqa: E731
-    missing = lambda name: name not in slow_imports and is_available(name)  # noqa: E731
+    true_bool, true_available = imports.RequirementCache.__bool__, imports.package_available
+    slow = ("matplotlib", "scipy")
+    is_met = lambda self: self.requirement not in slow and true_bool(self)  # noqa: E731
+    is_available = lambda name: name not in slow and true_available(name)  # noqa: E731
     with (
-        mock.patch.object(imports.RequirementCache, "__bool__", hidden),
-        mock.patch.object(imports, "package_available", missing),
+        mock.patch.object(imports.RequirementCache, "__bool__", is_met),
+        mock.patch.object(imports, "package_available", is_available),
     ):
         yield
 
 
 @dataclass(slots=True)
 class _Results:
-    """Results of a plan on several GPUs. `verdicts` has the verdict for each GPU name. `times` has
-    the estimated time of one optimizer step for each GPU name. `failed` maps the text of an error
-    to the names of the GPUs on which it occurs. A scenario is the run of one rank, with an assumed
-    time of deferred frees. `scenarios` are those of the first chip. `results` has the replays of
-    these scenarios on each GPU of the first chip. A chip is a kind of GPU: compute capability and
-    number of multiprocessors."""
+    """Results of a plan on several GPUs, by name of the GPU. `times` are those of one optimizer
+    step. `failed` maps the text of an error to the names of the GPUs on which it occurs. A scenario
+    is the run of one rank, with an assumed time of deferred frees. `scenarios` and `results`, their
+    replays, are those of the first chip. A chip is a kind of GPU: compute capability and number of
+    multiprocessors."""
 
-    scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
+    scenarios: list[Scenario] = field(default_factory=list)
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     times: dict[str, StepTime] = field(default_factory=dict)
-    failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
+    failed: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, other: _Results) -> None:
         """Add `other`, the results on other GPUs; `scenarios` and `results` are not changed."""
@@ -134,30 +134,31 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     on the first chip, the newest of the other chips becomes the first, since a newer chip may
     support more. If no other chip is newer, raise the error (`MemestError`)."""
     first_chip, *other_chips = chips
-    known: dict[int, Trial] = {}
+    trial_by_run: dict[int, Trial] = {}
 
     def results_on(group: Sequence[Sequence[Gpu]]) -> _Results:
         outcome = _Results()
         for gpus in group:
             try:
-                outcome.add(_results_on_chip(plan, gpus, known))
+                outcome.add(_results_on_chip(plan, gpus, trial_by_run))
             except MemestError as error:
                 outcome.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return outcome
 
     num_groups = max(1, min(jobs, len(chips)))
-    own_chips, *groups = (chips[n::num_groups] for n in range(num_groups))
+    own_chips, *forked_groups = (chips[n::num_groups] for n in range(num_groups))
     try:
-        if not plan.is_distributed:  # fork before this: forked processes begin with this run
+        if not plan.is_distributed:  # the forks below begin with this run
             _trace(plan, first_chip[0])
-        with ExitStack() as copies:
-            answers = [copies.enter_context(forked(partial(results_on, group))) for group in groups]
-            outcome = _results_on_chip(plan, first_chip, known)
+        with ExitStack() as stack:
+            forks = [stack.enter_context(forked(partial(results_on, g))) for g in forked_groups]
+            outcome = _results_on_chip(plan, first_chip, trial_by_run)
             outcome.add(results_on(own_chips[1:]))
-            for answer, group in zip(answers, groups, strict=True):
-                outcome.add(answer() or results_on(group))
+            for wait_for_results, group in zip(forks, forked_groups, strict=True):
+                results = wait_for_results()
+                outcome.add(results_on(group) if results is None else results)
     except MemestError as error:
-        other_chips.sort(key=lambda gpus: gpus[0].capability, reverse=True)
+        other_chips.sort(key=lambda gpus: gpus[0].capability, reverse=True)  # newest first
         if not other_chips or other_chips[0][0].capability <= first_chip[0].capability:
             raise
         outcome = _results_on_chips(plan, other_chips, jobs)
@@ -171,26 +172,30 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     return trace_plan(plan, gpu)
 
 
-def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, Trial]) -> _Results:
+def _results_on_chip(
+    plan: TrainingPlan, gpus: Sequence[Gpu], trial_by_run: dict[int, Trial]
+) -> _Results:
     """Return the results on `gpus` of one chip, from one simulated run on the first of them.
-    `known` has trials on other chips by the `id` of their run, for reuse if the run is the same."""
+    `trial_by_run` has trials on other chips by the `id` of their run, for reuse if the run is the
+    same."""
     from memest.estimator.hardware.pace import estimate
 
     outcome = _Results()
 
-    def traced(gpu: Gpu) -> TracedPlan:
+    def trace(gpu: Gpu) -> TracedPlan:
         return _trace(plan, replace(gpu, memory_gb_s=gpus[0].memory_gb_s))
 
-    for gpu, trial in trials(plan, gpus, traced, known):
-        outcome.scenarios = outcome.scenarios or trial.scenarios
+    for gpu, trial in trials(plan, gpus, trace, trial_by_run):
+        if not outcome.scenarios:
+            outcome.scenarios = trial.scenarios
         outcome.results[gpu.name] = trial.results
         outcome.verdicts[gpu.name] = trial.verdict
         work = trial.scenarios[0].traced.work
-        if work is None or plan.offloads:  # the own step was not run, or the host computes a part
+        if work is None or plan.offloads:  # an interpolated program, or the host computes a part
             continue
-        time_of_step = estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
-        if time_of_step is not None:
-            outcome.times[gpu.name] = time_of_step
+        step_time = estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
+        if step_time is not None:
+            outcome.times[gpu.name] = step_time
     return outcome
 
 
@@ -205,8 +210,9 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 def _primary(plan: TrainingPlan) -> Gpu:
     """Return the GPU of the report's figures: the first that the plan names, or `PRIMARY_GPU`."""
-    is_named = plan.gpu or plan.gpu_memory is not None
-    return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
+    if plan.gpu or plan.gpu_memory is not None:
+        return target_gpus(plan)[0]
+    return find_gpu(PRIMARY_GPU).beside(plan.beside)
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
@@ -259,9 +265,8 @@ class Trial:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Verdict on the run on this GPU, from all scenarios. A scenario is the run of one rank,
-        with an assumed time of deferred frees. The verdict is `fits` if every scenario fits. It is
-        OOM if a rank fails in all its scenarios. Otherwise it is `may` (`verdict_over`)."""
+        """Verdict on the run on this GPU: `fits` if every scenario fits, OOM if a rank fails in all
+        its scenarios, otherwise `may` (`verdict_over`)."""
         from memest.estimator.replay.scenarios import verdict_over
 
         spread = self._gpu.spread_under(self._limit, libraries_bytes(self._plan))
@@ -274,14 +279,15 @@ class Trial:
 
 
 def trials(
-    plan: TrainingPlan, gpus: Iterable[Gpu], traced_on: Callable[[Gpu], TracedPlan],
-    known: dict[int, Trial] | None = None,
+    plan: TrainingPlan, gpus: Iterable[Gpu], trace: Callable[[Gpu], TracedPlan],
+    trial_by_run: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:  # fmt: skip
-    """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays. `traced_on`
-    returns the plan's simulated run on a GPU. `known` has earlier trials by the `id` of that run
-    (None: no trials). They are reused, and new ones are added."""
-    known = {} if known is None else known
+    """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays. `trace`
+    returns the plan's simulated run on a GPU. `trial_by_run` has earlier trials by the `id` of that
+    run (None: no trials). They are reused, and new ones are added."""
+    trial_by_run = {} if trial_by_run is None else trial_by_run
     for gpu in gpus:
-        traced = traced_on(gpu)
-        known[id(traced)] = Trial(traced, plan, gpu, known.get(id(traced)))
-        yield gpu, known[id(traced)]
+        traced = trace(gpu)
+        trial = Trial(traced, plan, gpu, trial_by_run.get(id(traced)))
+        trial_by_run[id(traced)] = trial
+        yield gpu, trial

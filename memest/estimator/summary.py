@@ -14,7 +14,7 @@ from memest.estimator.allocator.settings import AllocatorSettings, describe, par
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.convolution import describe_source
 from memest.estimator.replay.recording import kind_of
-from memest.estimator.replay.replay import Moment, Program, Replayed, TracedPlan, live_at
+from memest.estimator.replay.replay import Program, Replayed, TracedPlan, live_at
 from memest.estimator.replay.scenarios import Scenario, intervals, phase_intervals
 from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
@@ -24,7 +24,7 @@ from memest.plan.reading import read_table
 from memest.report import KINDS, WHY, ClosedForm, Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.units import MIB, counted, format_bytes, format_count, gib_or_mib
 
-LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)(?:\.|$)")
 _FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_attention")
 
 
@@ -50,34 +50,38 @@ def closed_form(
     cause in the model's config, such as a gated MLP. The last difference is the rest, which no
     other difference explains.
     """
-    is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
-    if geometry is None or is_other or plan.precision == "32-true":
+    if plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths:
+        return None
+    if geometry is None or plan.precision == "32-true":
         return None
     storages = program.storages
-    layers: dict[int, int] = defaultdict(int)  # bytes after the first forward, by layer
-    *_, first_forward = program.until_forward()
+    bytes_by_layer: dict[int, int] = defaultdict(int)
+    first_forward = list(program.until_forward())[-1]
     for index in program.alive_after([first_forward]):
-        match = LAYER.match(storages.sites[index].module)
-        if match and storages.kinds[index] == "activations":
-            layers[int(match[2])] += storages.num_bytes[index]
-    if not layers:
+        layer = LAYER.match(storages.sites[index].module)
+        if layer and storages.kinds[index] == "activations":
+            bytes_by_layer[int(layer["number"])] += storages.num_bytes[index]
+    if not bytes_by_layer:
         return None
-    per_layer = sum(layers.values()) // len(layers)
+    traced_bytes = sum(bytes_by_layer.values()) // len(bytes_by_layer)
     g, tokens = geometry, seq_len * plan.batch_size
+    differences: list[tuple[str, int]] = []
     if plan.act_ckpt:
-        formula, textbook = "2 s b h", 2 * tokens * g.h
-        differences: list[tuple[str, int]] = []
+        formula, textbook_bytes = "2 s b h", 2 * tokens * g.h
     else:
         formula = "34 s b h + 5 a s^2 b"
-        textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
+        textbook_bytes = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
         is_fused = any(_FUSED_ATTENTION.search(site.op) for site in storages.sites)
-        differences = list(_differences(plan, g, seq_len, is_fused=is_fused))
-    remainder = per_layer - textbook - sum(num_bytes for _, num_bytes in differences)
-    differences.append(("this model's code", remainder))
+        differences += _differences(plan, g, seq_len, is_fused=is_fused)
+    remainder = traced_bytes - textbook_bytes - sum(num_bytes for _, num_bytes in differences)
+    terms = []
+    for kind, num_bytes in (*differences, ("this model's code", remainder)):
+        arithmetic, why = (text.format(g=g) for text in TEXTBOOK[kind])
+        terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
     return ClosedForm(
         formula=formula, letters={"s": seq_len, "b": plan.batch_size, "h": g.h, "a": g.a},
-        num_layers=len(layers), textbook_bytes=textbook, traced_bytes=per_layer,
-        differences=tuple(_textbook_term(*difference, g) for difference in differences),
+        num_layers=len(bytes_by_layer), textbook_bytes=textbook_bytes, traced_bytes=traced_bytes,
+        differences=tuple(terms),
     )  # fmt: skip
 
 
@@ -85,39 +89,37 @@ TEXTBOOK: dict[str, tuple[str, str]] = read_table(__file__, "textbook.json")
 """Difference to the textbook -> arithmetic and reason; braces stand for values of the geometry."""
 
 
-def _textbook_term(kind: str, num_bytes: int, g: LayerGeometry) -> Term:
-    arithmetic, why = (text.format(g=g) for text in TEXTBOOK[kind])
-    return Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why)
-
-
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield (key of `TEXTBOOK`, bytes) of each difference between a layer with the geometry `g` and
-    the textbook's. `is_fused` is True if one kernel computes attention."""
+    the textbook's. `is_fused` is True if one kernel computes attention. A 16-bit value has 2 bytes,
+    one in fp32 has 4, and one of a dropout mask has 1."""
     tokens = seq_len * plan.batch_size
-    matrix, inner = g.a * seq_len * tokens, g.a * g.head_dim
+    matrix = g.a * seq_len * tokens  # elements of the attention matrix
     if is_fused:
-        yield "fused attention", -5 * matrix
+        yield "fused attention", -5 * matrix  # softmax output, dropout mask, dropout output
     elif not g.attention_dropout:
-        yield "no attention dropout", -3 * matrix
+        yield "no attention dropout", -3 * matrix  # dropout mask, dropout output
     if not g.hidden_dropout:
-        yield "no dropout", -2 * tokens * g.h
-    if inner != g.h:
-        yield "width of heads", 8 * tokens * (inner - g.h)
-    if g.k != g.a and not plan.is_padded:
-        yield "grouped heads", -4 * tokens * g.head_dim * (g.a - g.k)
-    name, saved = "width of the MLP", 4
+        yield "no dropout", -2 * tokens * g.h  # masks after attention and after the MLP
+    extra_width = g.a * g.head_dim - g.h
+    if extra_width:
+        yield "width of heads", 8 * tokens * extra_width  # Q, K, V and the projection's input
+    if g.k != g.a and not plan.is_padded:  # with a mask, transformers repeats K and V for all heads
+        yield "grouped heads", -4 * tokens * g.head_dim * (g.a - g.k)  # K and V
+    mlp, bytes_per_width = "width of the MLP", 4  # input and output of the activation
     if g.is_gated:
-        name, saved = "gated MLP", 8
+        mlp, bytes_per_width = "gated MLP", 8  # gate, its activation, up projection, their product
     elif g.activation == "relu":
-        name, saved = "ReLU", 2
-    if difference := tokens * (saved * g.f - 16 * g.h):
-        yield name, difference
-    if g.num_written_norms:
+        mlp, bytes_per_width = "ReLU", 2  # its output
+    # the textbook's input and output of GELU have a width of 4 h
+    if difference := tokens * (bytes_per_width * g.f - 4 * 4 * g.h):
+        yield mlp, difference
+    if g.num_written_norms:  # input in fp32 and scaled input of each, not the textbook's two inputs
         yield "RMS norms", (6 * g.num_written_norms - 4) * tokens * g.h
     if plan.precision.endswith("-mixed"):
-        yield "autocast", 2 * g.num_weights
+        yield "autocast", 2 * g.num_weights  # a 16-bit copy of each matrix
 
 
 def summarise(
@@ -129,14 +131,20 @@ def summarise(
     with the one that reserves most; `results` are their replays on `primary`. `verdicts` and
     `times` (of a step) are by name of the GPU. `elapsed_s` is the time in seconds that the
     prediction took."""
-    traced, unlimited, result = scenarios[0].traced, scenarios[0].unlimited, results[0]
+    worst_scenario, result = scenarios[0], results[0]
+    traced, unlimited = worst_scenario.traced, worst_scenario.unlimited
     outside_bytes = primary.context_bytes + traced.libraries_bytes
     program = traced.program
     terms = peak_terms(traced, plan.accumulate_grad_batches, result)
-    peak = _peak(program, result.peak)
+    site = program.storages.sites[result.peak.storage]
     return Prediction(
         name=plan.label,
-        plan=plan.to_dict() | _resolved(plan, traced),
+        plan=plan.to_dict()
+        | {
+            "seq_len": None if plan.lengths else traced.seq_len,
+            "image_size": traced.image_size,
+            "padded": plan.is_padded,
+        },
         model=traced.model,
         gpu=primary.name,
         peak_allocated_bytes=result.peak_allocated_bytes,
@@ -148,7 +156,7 @@ def summarise(
         host_terms=traced.host_terms,
         host_verdict=host_verdict_of(traced.host_bytes, plan.host_memory),
         unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
-        peak=peak,
+        peak=Peak(step=result.peak.step, phase=site.phase, module=site.module, op=site.op),
         phases=tuple(result.rows),
         verdict=verdicts[primary.name].verdict,
         verdicts=verdicts,
@@ -159,7 +167,7 @@ def summarise(
         assumptions=(
             *_assumptions(plan, traced, primary, unlimited),
             *([describe_source(primary)] if program.coverage.has_convolutions else []),
-            _loop_line(plan, result, terms, peak.phase),
+            _loop_line(plan, result, terms, site.phase),
             *plan.assumed,
         ),
         closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
@@ -201,13 +209,12 @@ _LOOPS = {
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
     """Return the report's sentence on the training loop and the gradients that it leaves in the
     peak. `terms` are the report rows of the peak, `phase` is the phase of the peak."""
-    clip = plan.clip_norm or 0
-    line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
-    grads = sum(term.num_bytes for term in terms if term.kind == "grads")
+    line = _LOOPS[plan.loop].format(clip=f"{plan.clip_norm or 0:g}")
     if plan.loop != "lightning" or plan.is_distributed:
         return line
-    if phase == "forward" and result.peak.step and grads:
-        return f"{line}: {gib_or_mib(grads)} of them are part of the peak (`loop: plain` has none)"
+    size = sum(term.num_bytes for term in terms if term.kind == "grads")
+    if size and phase == "forward" and result.peak.step > 0:  # step 0 begins without gradients
+        return f"{line}: {gib_or_mib(size)} of them are part of the peak (`loop: plain` has none)"
     return f"{line}: none of the peak is due to that"
 
 
@@ -216,27 +223,28 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     `result`. `num_micro_batches` is their number per step."""
     program = traced.program
     storages = program.storages
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    ids_by_group: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index in live_at(program, num_micro_batches, result.peak, result.timing):
-        groups[_kind_and_owner(program, index)].append(index)
+        ids_by_group[_kind_and_owner(program, index)].append(index)
     terms = []
-    for (kind, owner), members in groups.items():
-        num_bytes = sum(storages.num_bytes[i] for i in members)
-        arithmetic, why = _arithmetic_and_reason(traced, kind, owner, members, num_bytes)
+    for (kind, owner), ids in ids_by_group.items():
+        num_bytes = sum(storages.num_bytes[index] for index in ids)
+        arithmetic, why = _arithmetic_and_reason(traced, kind, owner, ids, num_bytes)
         terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
     terms = _with_small_merged(terms, result.peak_allocated_bytes)
     terms.sort(key=lambda t: (KINDS.index(t.kind), -t.num_bytes))
     rounding_bytes = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
-    slack = Term(
+    rounding = Term(
         kind="rounding", num_bytes=rounding_bytes, arithmetic="blocks minus requests in bytes",
         why=WHY["rounding"],
     )  # fmt: skip
-    return (*terms, slack)
+    return (*terms, rounding)
 
 
 def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
     """Return `terms`, with activations that are each below 0.2 % of `peak_bytes` in one term."""
-    small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
+    limit_bytes = peak_bytes / 500
+    small = [t for t in terms if t.kind == "activations" and t.num_bytes < limit_bytes]
     if len(small) < 2:
         return terms
     merged = Term(
@@ -255,49 +263,43 @@ def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
     if kind != "activations":
         return kind, ""
     layer = LAYER.match(site.module)
-    return kind, f"{layer[1]}.*" if layer else site.module.split(".")[0] or "loss"
+    if layer:
+        return kind, f"{layer['stack']}.*"
+    return kind, site.module.partition(".")[0] or "loss"
 
 
 def _arithmetic_and_reason(
-    traced: TracedPlan, kind: str, owner: str, members: list[int], num_bytes: int
+    traced: TracedPlan, kind: str, owner: str, ids: list[int], num_bytes: int
 ) -> tuple[str, str]:
-    sites = traced.program.storages.sites
-    tensors = counted(len(members), "tensor")
+    """Return (arithmetic, reason) of the report row for the storages `ids`, of `num_bytes` in all.
+    `kind` and `owner` are those of `_kind_and_owner`."""
+    tensors = counted(len(ids), "tensor")
     if kind in ("params", "grads", "optimizer"):
-        by_dtype = traced.param_groups[kind]
-        total_bytes = sum(n * getattr(torch, dtype).itemsize for dtype, n in by_dtype.items())
+        counts = traced.param_groups[kind]
+        total_bytes = sum(n * getattr(torch, dtype).itemsize for dtype, n in counts.items())
         if total_bytes == num_bytes or kind == "params":
-            return _sizes_by_dtype(by_dtype, kind), WHY[kind]
+            return _sizes_by_dtype(counts, kind), WHY[kind]
         return f"{tensors}, {format_bytes(total_bytes)} when all exist", WHY[kind]
     if kind == "activations":
-        layer_numbers = {m[2] for i in members if (m := LAYER.match(sites[i].module))}
-        per_layer = num_bytes / max(1, len(layer_numbers))
-        layers = f"{counted(len(layer_numbers), 'layer')} x {per_layer / MIB:.2f} MiB"
-        return layers if layer_numbers else tensors, f"{owner}: saved for the backward"
+        modules = [traced.program.storages.sites[index].module for index in ids]
+        layer_numbers = {layer["number"] for layer in map(LAYER.match, modules) if layer}
+        arithmetic = tensors
+        if layer_numbers:
+            mib_per_layer = num_bytes / len(layer_numbers) / MIB
+            arithmetic = f"{counted(len(layer_numbers), 'layer')} x {mib_per_layer:.2f} MiB"
+        return arithmetic, f"{owner}: saved for the backward"
     if kind == "temporaries":
         return tensors, f"of the {owner}"
     return tensors, WHY[kind]
 
 
-def _sizes_by_dtype(by_dtype: Mapping[str, int], kind: str) -> str:
-    noun = {"params": "params", "grads": "params", "optimizer": "elements"}[kind]
+def _sizes_by_dtype(counts: Mapping[str, int], kind: str) -> str:
+    """Return `counts`, elements by name of a dtype, as the arithmetic of their bytes."""
+    noun = "elements" if kind == "optimizer" else "params"
     return " + ".join(
         f"{format_count(n)} {noun} x {getattr(torch, dtype).itemsize} B ({dtype})"
-        for dtype, n in sorted(by_dtype.items(), key=lambda item: -item[1])
+        for dtype, n in sorted(counts.items(), key=lambda item: -item[1])
     )
-
-
-def _peak(program: Program, moment: Moment) -> Peak:
-    site = program.storages.sites[moment.storage]
-    return Peak(step=moment.step, phase=site.phase, module=site.module, op=site.op)
-
-
-def _resolved(plan: TrainingPlan, traced: TracedPlan) -> dict[str, Any]:
-    return {
-        "seq_len": None if plan.lengths else traced.seq_len,
-        "image_size": traced.image_size,
-        "padded": plan.is_padded,
-    }
 
 
 def _assumptions(
@@ -306,19 +308,16 @@ def _assumptions(
     tokens = f"{traced.seq_len} tokens per sample, padding included"
     lines = beside_assumed(primary)
     if plan.lengths:
-        num_run = plan.steps * plan.accumulate_grad_batches
-        lines.append(
-            f"{num_run} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens"
-        )
+        count = plan.steps * plan.accumulate_grad_batches
+        lines.append(f"{count} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens")
     else:
         lines.append(tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`")
     if traced.image_size is not None:
         lines.append(f"images of {traced.image_size} x {traced.image_size} pixels")
-    lines.append(
-        "at least one row is shorter than the longest, so masks are materialised"
-        if plan.is_padded
-        else "no row is padded, so masks of ones are dropped where the model does so"
-    )
+    if plan.is_padded:
+        lines.append("at least one row is shorter than the longest, so masks are materialised")
+    else:
+        lines.append("no row is padded, so masks of ones are dropped where the model does so")
     lines.append("the model is built on the GPU, and the cache is empty before the first step")
     if unlimited.setup_reserved_bytes > unlimited.peak_reserved_bytes:
         lines.append(

@@ -52,7 +52,6 @@ GRADS_LIVE_ON = (
     "`zero_grad()` before the forward would give their memory to the activations"
 )
 
-
 ALL_ON_ONE = (
     "no rank selects its GPU, so all ranks of a host would share the memory of GPU 0; the figures "
     'are of one GPU a rank: call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` first'
@@ -380,13 +379,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# Order of autograd nodes in gradients of gradients.
-#
-# Nodes run by their sequence number, the highest first; each thread numbers its own
-# (`at::sequence_number`, `torch/csrc/autograd/engine.cpp` of torch 2.11). The backward of CUDA
-# tensors runs in a thread of the device, which numbers nodes under `create_graph`. The backward
-# of meta tensors runs in the calling thread, so nodes get the numbers of two threads here.
-
 _WRAPPED = torch._C._functorch
 
 _HOST_GRADIENT = "expected device cpu but got meta"  # error of input_metadata.cpp
@@ -402,7 +394,7 @@ class DeviceThread:
     order decides which tensors are alive at once.
 
     Autograd gives each node a sequence number, and runs the node with the highest number first.
-    Each thread has its own counter for these numbers. On a GPU, a backward runs in autograd's
+    Each thread has its own counter (`at::sequence_number`). On a GPU, a backward runs in autograd's
     device thread. So nodes that are made in a backward, as with `create_graph=True`, get numbers of
     that thread's counter. Without a GPU, a backward runs in the calling thread, and all nodes get
     numbers of one counter. The class therefore gives nodes the numbers that they have on a GPU.

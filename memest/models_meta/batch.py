@@ -75,16 +75,17 @@ def random_ids(request: Request, num_tokens: int) -> Tensor:
     """
     text = text_config(request.config)
     vocab_size = int(text.vocab_size)
-    special = {
+    special_ids = {
         value
         for key, value in {**text.to_dict(), **request.config.to_dict()}.items()
         if key.endswith(("_token_id", "_token_index")) and type(value) is int
     }
     shape = (request.batch_size, num_tokens)
     ids = torch.randint(0, vocab_size, shape, generator=request.generator)
-    ordinary = next((i for i in range(min(vocab_size, len(special) + 1)) if i not in special), 0)
-    if special:
-        ids[torch.isin(ids, torch.tensor(sorted(special)))] = ordinary
+    if special_ids:
+        candidates = range(min(vocab_size, len(special_ids) + 1))  # one more than special ids
+        ordinary_id = next((index for index in candidates if index not in special_ids), 0)
+        ids[torch.isin(ids, torch.tensor(sorted(special_ids)))] = ordinary_id
     return ids
 
 
@@ -99,10 +100,12 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
     num_padded = min(request.num_padded, request.seq_len - num_prefix)
     if num_padded > 0:
         text = text_config(request.config)
-        pad_ids = [getattr(config, "pad_token_id", None) for config in (text, request.config)]
-        pad_id: Any = next((value for value in pad_ids if value is not None), None)
-        is_id = isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size
-        ids[1:, -num_padded:] = pad_id if is_id else 0
+        pad_id: Any = getattr(text, "pad_token_id", None)
+        if pad_id is None:
+            pad_id = getattr(request.config, "pad_token_id", None)
+        if not isinstance(pad_id, int) or not 0 <= pad_id < text.vocab_size:
+            pad_id = 0
+        ids[1:, -num_padded:] = pad_id
         mask[1:, -num_padded:] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -124,7 +127,8 @@ def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
     num_channels = int(getattr(vision, "num_channels", 3))
     shape = (request.batch_size, num_channels, size, size)
     inputs: dict[str, Tensor | bool] = {"pixel_values": torch.empty(shape, device="meta")}
-    if size != default and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
+    has_fixed_size = hasattr(vision, "image_size") and request.config.model_type != "dinov2"
+    if size != default and has_fixed_size:  # DINOv2 always interpolates its positions
         if "interpolate_pos_encoding" not in request.forward:
             raise PlanError(
                 f"`{request.class_name}` takes images of {default} pixels, not {size}",
@@ -148,21 +152,24 @@ def num_image_tokens(config: Any, image_size: int | None) -> int:
     size = image_size or default_image_size(config) or 0
     vision: Any = getattr(config, "vision_config", None)
     if config.model_type == "llava":
-        has_class_token = config.vision_feature_select_strategy == "full"
-        return int((size // vision.patch_size) ** 2 + has_class_token)
+        num_class_tokens = 1 if config.vision_feature_select_strategy == "full" else 0
+        return int((size // vision.patch_size) ** 2) + num_class_tokens
     if config.model_type == "gemma3":
-        return int(config.mm_tokens_per_image) + 2
+        return int(config.mm_tokens_per_image) + 2  # start and end
     if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
         grid = size // vision.patch_size
-        return int((grid // vision.spatial_merge_size) ** 2 + 2)
+        return int((grid // vision.spatial_merge_size) ** 2) + 2  # start and end
     return 0
 
 
-def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tensor]:
-    """Return text inputs that begin with the tokens of an image of `size` pixels a side. `around`
-    are the ids of its start and end token, if any. `PlanError` if there is no room for text."""
-    num_tokens = num_image_tokens(request.config, size) - len(around)
-    row = [*around[:1], *[request.config.image_token_id] * num_tokens, *around[1:]]
+def text_with_image(request: Request, size: int, *ends: int) -> dict[str, Tensor]:
+    """Return text inputs that begin with the tokens of an image of `size` pixels a side. `ends` are
+    the ids of its start and end token, if any. `PlanError` if there is no room for text."""
+    num_tokens = num_image_tokens(request.config, size) - len(ends)
+    row = [request.config.image_token_id] * num_tokens
+    if ends:
+        start_id, end_id = ends
+        row = [start_id, *row, end_id]
     if request.seq_len <= len(row):
         raise PlanError(
             f"`seq_len` {request.seq_len} has no room for text: an image of "
@@ -246,7 +253,7 @@ RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
 def _contrastive_batch(request: Request) -> Batch:
     """Make the batch of CLIP or SigLIP: as many images as texts; their loss compares all pairs."""
     pixels, size = image_inputs(request)
-    text = {k: v for k, v in text_inputs(request).items() if k in request.forward}
+    text = {name: v for name, v in text_inputs(request).items() if name in request.forward}
     return batch_of(request, {**text, **pixels, "return_loss": True}, image_size=size)
 
 
@@ -262,12 +269,13 @@ def _blip2_batch(request: Request) -> Batch:
 
 def _image_text_batch(request: Request) -> Batch:
     """Make a batch with image tokens: one per patch (LLaVA), or a fixed number (Gemma 3)."""
-    config, (pixels, size) = request.config, image_inputs(request)
+    config = request.config
+    pixels, size = image_inputs(request)
     is_gemma = config.model_type == "gemma3"
     ends = (config.boi_token_id, config.eoi_token_id) if is_gemma else ()
     text = text_with_image(request, size, *ends)
     inputs = {**text, **pixels, "labels": text["input_ids"].clone()}
-    if is_gemma:
+    if is_gemma:  # its forward attends to image tokens in both directions
         inputs["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
     return batch_of(request, inputs, image_size=size)
 
@@ -277,17 +285,16 @@ def _qwen2_vl_batch(request: Request) -> Batch:
     patch * patch), for `grid` patches a side. A token stands for 2 x 2 patches."""
     config, vision = request.config, request.config.vision_config
     size = request.image_size or default_image_size(config)
-    unit = vision.patch_size * vision.spatial_merge_size
-    if size is None or size < unit or size % unit:
+    token_width = vision.patch_size * vision.spatial_merge_size  # pixels a side
+    if size is None or size < token_width or size % token_width:
         raise PlanError(
-            f"`image_size` {size} is no multiple of {unit}",
-            hint=f"`{request.class_name}` cuts images into squares of {unit} pixels",
+            f"`image_size` {size} is no multiple of {token_width}",
+            hint=f"`{request.class_name}` cuts images into squares of {token_width} pixels",
         )
     grid = size // vision.patch_size
     num_channels = getattr(vision, "in_channels", 3)
     width = num_channels * vision.temporal_patch_size * vision.patch_size**2
-    ends = config.vision_start_token_id, config.vision_end_token_id
-    text = text_with_image(request, size, *ends)
+    text = text_with_image(request, size, config.vision_start_token_id, config.vision_end_token_id)
     inputs = text | {
         "pixel_values": torch.empty(request.batch_size * grid**2, width, device="meta"),
         "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),
@@ -365,8 +372,8 @@ def _recipe(request: Request, model: Any) -> Recipe:
     if model_type in RECIPE_BY_FAMILY:
         return RECIPE_BY_FAMILY[model_type]
     main_input = str(model.main_input_name)
-    takes_images = main_input == "input_ids" and "pixel_values" in request.forward
-    if main_input not in RECIPE_BY_MAIN_INPUT or takes_images:
+    takes_text_and_images = main_input == "input_ids" and "pixel_values" in request.forward
+    if main_input not in RECIPE_BY_MAIN_INPUT or takes_text_and_images:
         raise UnsupportedError(
             f"memest has no recipe for the inputs of `{request.class_name}` (`{model_type}`)",
             hint="recipes exist for text, image and speech models, and the image-text families "

@@ -256,9 +256,6 @@ def _check_call(inputs: Sequence[Tensor], options: _Options) -> None:
         )
 
 
-# --- padding ----------------------------------------------------------------------------------
-
-
 class _TakeRows(torch.autograd.Function):
     """`IndexFirstAxis` of flash_attn: gather the rows `indices` of (B * L, ...)."""
 
@@ -322,9 +319,6 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     as padding. Token i is at `indices[i]` among the `batch` * `seqlen` tokens of the result."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
-
-
-# --- where transformers looks -----------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -182,8 +182,7 @@ def _entries_by_key() -> dict[str, ModelEntry]:
 
 
 def _unknown(name: str) -> UnknownModelError:
-    # Several spellings of one model would crowd the hint, so take many matches and keep three
-    # models.
+    # three models of many matches, since several spellings of one model would crowd the hint
     candidates = [alias for e in _entries().values() for alias in (e.name, e.hub_id, *e.aliases)]
     nearest = [find_entry(match) for match in closest(name, candidates, num=12)]
     names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]

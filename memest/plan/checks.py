@@ -29,10 +29,10 @@ def check(plan: TrainingPlan, rows: Rows) -> None:
         _check_value(row, getattr(plan, row.name))
     _check_rules(RULES, plan, rows)
     for row in rows.values():
-        if row.need is None or getattr(plan, row.name) == row.default or row.need.is_met(plan):
-            continue
-        message = row.need.error.format(key=row.name, strategy=plan.strategy)
-        raise PlanError(message, hint=row.need.hint)
+        need, is_default = row.need, getattr(plan, row.name) == row.default
+        if need is not None and not is_default and not getattr(plan, need.property):
+            message = need.error.format(key=row.name, strategy=plan.strategy)
+            raise PlanError(message, hint=need.hint)
     _check_rules(RULES_OF_SHARDS, plan, rows)
 
 
@@ -111,23 +111,23 @@ RULES_OF_SHARDS: Mapping[str, Rule] = {  # of keys whose strategy was checked
     "fsdp2 in fp16": lambda p, _: p.strategy == "fsdp2" and p.precision == "16-mixed",
 }
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "str": (str,), "bool": (bool,), "float": (float, int),
-    "tuple[str, ...]": (tuple,), "tuple[int, ...]": (tuple,),
-    "tuple[tuple[str, Any], ...]": (tuple,),
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"), "float": ((float, int), "a number"),
+    "str": ((str,), "text"), "bool": ((bool,), "true or false"),
+    "tuple": ((tuple,), "a list of names"),
 }  # fmt: skip
-_KIND_NAMES = {
-    int: "a whole number", str: "text", bool: "true or false", float: "a number",
-    tuple: "a list of names",
-}  # fmt: skip
+"""Types of values by the annotation of a key, and the name of such a value for users."""
 
 
 def _check_type(row: Key, value: Any) -> None:
-    kinds = _KINDS[row.type.removesuffix(" | None")]
-    is_valid = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    annotation = row.type.removesuffix(" | None")
+    types, name = _TYPES[annotation.partition("[")[0]]
+    is_valid = isinstance(value, types)
+    if isinstance(value, bool):  # which is an `int` in Python
+        is_valid = row.is_switch
     if value is None and "None" in row.type:
         is_valid = True
     if row.is_repeated and isinstance(value, tuple):
         is_valid = all(isinstance(item, str) and item for item in value)
     if not is_valid:
-        raise PlanError(f"`{row.name}` is {shown(value)}", hint=f"give {_KIND_NAMES[kinds[0]]}")
+        raise PlanError(f"`{row.name}` is {shown(value)}", hint=f"give {name}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,11 +81,11 @@ def read_lengths(value: Any) -> tuple[int, ...]:
     items = value
     if isinstance(value, str | Path):
         text = str(value)
-        if not re.fullmatch(r"[-+\d,\s]+", text):
+        if not re.fullmatch(r"[-+\d,\s]+", text):  # else numbers, not the path of a file
             text = read_limited(Path(text), _MAX_FILE_BYTES, what="a list of lengths")
         items = _numbers(text)
-    if isinstance(items, int) and not isinstance(items, bool):
-        items = [items]
+    elif isinstance(value, int) and not isinstance(value, bool):
+        items = [value]
     if not isinstance(items, list | tuple):
         raise PlanError(f"`lengths` is {shown(value)}", hint="give a list of numbers, or a file")
     for item in items:
@@ -102,10 +102,12 @@ def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
     """Return the number of whole optimizer steps, at least 1, that `lengths` (one per micro-batch)
     give. A step has `num_micro_batches`; a value that is no positive integer counts as 1."""
     is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
-    return max(1, len(lengths) // (num_micro_batches if is_count else 1))
+    divisor: int = num_micro_batches if is_count else 1
+    return max(1, len(lengths) // divisor)
 
 
 def _numbers(text: str) -> list[Any]:
+    """Return the numbers in `text`. A word that is no number is returned as text, for an error."""
     if text.lstrip().startswith("["):
         try:
             value = json.loads(text)
@@ -128,32 +130,23 @@ class Bounds:
 
     def hold(self, value: float) -> bool:
         """Return whether `value` is in the range; False for NaN."""
-        above = value > self.low if self.without_low else value >= self.low
-        return above and (value < self.high if self.without_high else value <= self.high)
+        is_above = value > self.low if self.without_low else value >= self.low
+        is_below = value < self.high if self.without_high else value <= self.high
+        return is_above and is_below
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """Condition under which a key may differ from its default: `lora_bias` needs adapters."""
 
-    is_met: Callable[[TrainingPlan], bool]
+    property: str  # property of `TrainingPlan` that has to be true
     error: str  # message, with `{key}` and `{strategy}`
     hint: str
     only_of: str = ""  # prefix of the names of the only strategies that read the key
 
 
-_IS_MET: Mapping[str, Callable[[TrainingPlan], bool]] = {
-    "adapters": lambda plan: plan.uses_adapters,
-    "qlora": lambda plan: plan.use_qlora,
-    "qlora or checkpointing": lambda plan: plan.use_qlora,
-    "validation": lambda plan: plan.validates,
-    "ddp": lambda plan: plan.is_ddp,
-    "fsdp": lambda plan: plan.is_fsdp,
-    "hybrid": lambda plan: plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD",
-    "deepspeed": lambda plan: plan.is_deepspeed,
-}
 NEEDS: Mapping[str, Need] = {
-    name: Need(_IS_MET[name], **row) for name, row in read_table(__file__, "needs.json").items()
+    name: Need(**row) for name, row in read_table(__file__, "needs.json").items()
 }
 
 
@@ -218,6 +211,7 @@ class Key:
         if self.type == "tuple[int, ...]":
             return read_lengths(value) if value else ()
         if self.aliases and isinstance(value, int | str) and not isinstance(value, bool):
+            # `shown` also accepts numbers that `str` refuses, with thousands of digits
             text = value if isinstance(value, str) else shown(value).strip("`")
             return self.aliases.get(text, text)
         return value
@@ -240,7 +234,9 @@ class Key:
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
     """Return {name: `Key`} of `keys.json`, in the order of the fields of the class `plan`."""
     table: Mapping[str, Mapping[str, dict[str, Any]]] = read_table(__file__, "keys.json")
-    rows = {name: _read(section, **rows[name]) for section, rows in table.items() for name in rows}
+    rows: dict[str, Key] = {}
+    for section, fields in table.items():
+        rows |= {name: _key_of(section, **values) for name, values in fields.items()}
     return {
         f.name: dataclasses.replace(
             rows[f.name], name=f.name, type=str(f.type),
@@ -250,7 +246,7 @@ def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
     }  # fmt: skip
 
 
-def _read(
+def _key_of(
     section: str, *, need: str = "", choices: str = "", bounds: Any = None, **rest: Any
 ) -> Key:
     """Return the `Key` for a row of `keys.json` in `section`; `rest` are its other fields.
@@ -278,33 +274,41 @@ def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     Raises:
         PlanError: it is none of these, or an option is not a boolean, number, text or None.
     """
-    hint = "write `name: value` lines, or `name=value` separated by commas"
+    options = value
     if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        value = {option.strip(): _literal(text.strip()) for option, _, text in pairs}
-    if isinstance(value, list | tuple):
-        are_pairs = all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
-        value = dict(value) if are_pairs else shown(value)
+        parts = [part.partition("=") for part in value.split(",") if part.strip()]
+        options = {option.strip(): _literal(text.strip()) for option, _, text in parts}
+    elif isinstance(value, list | tuple) and all(map(_is_pair, value)):
+        options = dict(value)
     types = (bool, int, float, str, type(None))
-    if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and k.isidentifier() and isinstance(v, types) for k, v in value.items()
+    if not isinstance(options, Mapping) or not all(
+        isinstance(option, str) and option.isidentifier() and isinstance(setting, types)
+        for option, setting in options.items()
     ):
-        raise PlanError(f"`{name}` is {shown(value)}", hint=hint)
-    return tuple(value.items())
+        hint = "write `name: value` lines, or `name=value` separated by commas"
+        raise PlanError(f"`{name}` is {shown(options)}", hint=hint)
+    return tuple(options.items())
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+_WORDS = {"true": True, "false": False, "none": None}
 
 
 def _literal(text: str) -> Any:
-    if text.casefold() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.casefold()]
+    if text.casefold() in _WORDS:
+        return _WORDS[text.casefold()]
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
     return text
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
+def _names(key: str, value: Any) -> tuple[str, ...]:
     items: Sequence[Any] = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
-        raise PlanError(f"`{name}` is {shown(value)}", hint="give a list of names")
+        raise PlanError(f"`{key}` is {shown(value)}", hint="give a list of names")
     parts = (part.strip() for item in items for part in item.split(","))
     return tuple(part for part in parts if part)

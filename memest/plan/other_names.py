@@ -13,14 +13,11 @@ VAL_BATCHES = 2  # assumed number of validation batches if none is given
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
 _NOT_MODELLED = frozenset(OTHER_NAMES["not_modelled"])  # names that are refused if turned on
-_PASSED_OVER = frozenset(OTHER_NAMES["passed_over"])
 
-_OTHERS = (
-    frozenset({"bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"})
-    | {"use_cpu", "eval_accumulation_steps", *LOGGING}
-    | _NOT_MODELLED
-    | _PASSED_OVER
-)
+_OTHERS = _NOT_MODELLED.union(OTHER_NAMES["passed_over"], LOGGING, (
+    "bf16", "fp16", "eval_strategy", "eval_steps", "eval_accumulation_steps",
+    "gradient_checkpointing_kwargs", "use_cpu",
+))  # fmt: skip
 """Names in `TrainingArguments` that no key has as another name."""
 
 _CUDA = ("gpu", "cuda", "auto", None)

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import stat
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,17 @@ def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "pl
 
 
 def _read(descriptor: int, max_bytes: int) -> bytes:
+    """Return the content of an open file or pipe. A pipe ends early after `_MAX_WAIT_S` without
+    data. The result is longer than `max_bytes`, but may be cut, if the content is."""
     data = bytearray()
     while len(data) <= max_bytes:
         try:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:  # the writer of the pipe is slow
-            if not select.select([descriptor], [], [], _MAX_WAIT_S)[0]:
-                break
-            continue
+            is_ready, _, _ = select.select([descriptor], [], [], _MAX_WAIT_S)
+            if is_ready:
+                continue
+            break
         if not chunk:
             break
         data += chunk
@@ -118,10 +122,9 @@ def _size(node: Any, sizes: dict[int, int], ancestors: set[int]) -> int:
         return MAX_NODES + 1
     if id(node) not in sizes:
         ancestors.add(id(node))
-        parts = node.value if isinstance(node.value, list) else []
-        children = [
-            part for pair in parts for part in (pair if isinstance(pair, tuple) else [pair])
-        ]
+        children = [] if node.id == "scalar" else node.value
+        if node.id == "mapping":
+            children = [*chain.from_iterable(node.value)]  # keys and values
         sizes[id(node)] = 1 + sum(_size(child, sizes, ancestors) for child in children)
         ancestors.discard(id(node))
     return sizes[id(node)]

@@ -184,6 +184,11 @@ class TrainingPlan:
         return self.strategy in ("fsdp", "fsdp2")
 
     @property
+    def is_hybrid(self) -> bool:
+        """True if FSDP shards the model over some of the GPUs, and replicates it over others."""
+        return self.is_fsdp and self.sharding_strategy == "HYBRID_SHARD"
+
+    @property
     def is_deepspeed(self) -> bool:
         """True if DeepSpeed shards optimizer state, gradients or parameters: ZeRO stages 1 to 3."""
         return self.strategy.startswith("deepspeed")

@@ -151,7 +151,9 @@ def _module_group(entry: Held) -> str:
     three parts: `vision.embed.patch.norm` becomes `vision.embed.patch`."""
     module = entry.site.module
     layer = LAYER.match(module)
-    return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
+    if layer:
+        return f"{layer['stack']}.*"
+    return ".".join(module.split(".")[:3]) or "(outside of modules)"
 
 
 def _rows(

@@ -335,7 +335,7 @@ def _communicators_bytes(plan: TrainingPlan) -> int:
     if plan.is_deepspeed:
         is_alone = plan.world_size == 1
         return DEEPSPEED_ALONE_BYTES if is_alone else COMMUNICATOR_BYTES + DEEPSPEED_BYTES
-    if plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD":
+    if plan.is_hybrid:
         return COMMUNICATOR_BYTES + 2 * SUBGROUP_BYTES
     if plan.strategy == "fsdp2":
         return COMMUNICATOR_BYTES + FURTHER_COMMUNICATOR_BYTES

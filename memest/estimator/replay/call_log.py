@@ -59,12 +59,11 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call in a `Span`, with positions of its events (`end` excluded) and the index of
-    its template. `new_storages` are pairs: position in the results, id of the storage."""
+    """One operator call in a `Span`, which made the events from `start` to before `end`."""
 
-    start: int  # position of its first event; the call made events `start` to `end`
+    start: int
     end: int
-    template: int
+    template: int  # index in `CallLog.templates`
     new_storages: tuple[tuple[int, int], ...]  # (position among the results, id)
     site: Site
     in_backward: bool
@@ -80,11 +79,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of a kernel by a `rule`, such as `attention`, and its outcome. `template` has the
-    arguments with their shapes; `grads` has `requires_grad` of the tensors, then the grad mode."""
+    """Choice of a kernel by a `rule`, such as `attention`, and its outcome."""
 
     rule: str  # `attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies
-    template: Template  # its arguments
+    template: Template  # the arguments with their shapes
     grads: tuple[bool, ...]  # `requires_grad` of the tensors, then the grad mode
     outcome: Any
 

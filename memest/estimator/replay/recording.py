@@ -26,7 +26,6 @@ KINDS = (
 )  # fmt: skip
 """Kinds of bytes, in the order of a stack."""
 
-
 SIGNS = {
     "alloc": 1, "segment_alloc": 1, "segment_map": 1,
     "free_requested": -1, "segment_free": -1, "segment_unmap": -1,
@@ -127,26 +126,20 @@ def is_of_segment(action: Entry) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A phase of a step (`forward`, `backward`, `step`), between two points of a `Timeline`."""
+    """A phase of a step, between two points of a `Timeline`."""
 
-    name: str  # name: `forward`, `backward` or `step`
+    name: str  # `forward`, `backward` or `step`
     start: int
     stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Bytes during one step, at its start and after each of its allocations and frees (points).
-
-    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point. At
-    point `peak`, most bytes are allocated. `where` is the module and operator of the allocation at
-    this point, or "" if the peak is the step's start. `refused_bytes` is the size of the request
-    that failed, 0 if none did.
-    """
+    """Bytes during one step, at its start and after each of its allocations and frees (points)."""
 
     step: int
     kinds: dict[str, Sequence[int]]  # a value per point for each of `KINDS`, from the step's start
-    reserved: Sequence[int]
+    reserved: Sequence[int]  # a value per point
     spans: tuple[PhaseSpan, ...]
     peak: int  # point with most allocated
     where: str  # module and operator of the peak; "" if the step began with it
@@ -169,8 +162,7 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBlocks:
-    """Lifetimes of all blocks of one step, and (point, bytes) of each change of reserved memory.
-    Points are those of `Timeline`. `refused_bytes` is the size of a failed request, or 0."""
+    """Lifetimes of all blocks of one step, between points of a `Timeline`."""
 
     step: int
     num_points: int
@@ -217,16 +209,14 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     )  # fmt: skip
 
 
-_STRETCH = {
+_STRETCH_BEFORE = {
     Phase.AFTER_FORWARD: "forward",
     Phase.AFTER_BACKWARD: "backward",
     Phase.AFTER_OPTIMIZER_STEP: "step",
 }
-_NEXT = {
-    Phase.BEFORE_FORWARD: "forward",
-    Phase.AFTER_FORWARD: "backward",
-    Phase.AFTER_BACKWARD: "step",
-}
+_STRETCH_AFTER = dict(
+    zip(Phase, _STRETCH_BEFORE.values(), strict=False)
+)  # from `BEFORE_FORWARD` on
 
 
 def timeline(recording: Recording, step: int | None = None) -> Timeline:
@@ -260,12 +250,12 @@ def _spans(
     marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
 ) -> tuple[PhaseSpan, ...]:
     spans = [
-        PhaseSpan(_STRETCH[after.phase], points[before.index], points[after.index])
+        PhaseSpan(_STRETCH_BEFORE[after.phase], points[before.index], points[after.index])
         for before, after in pairwise(marks)
-        if after.phase in _STRETCH
+        if after.phase in _STRETCH_BEFORE
     ]
-    if is_cut and marks and marks[-1].phase in _NEXT:
-        spans.append(PhaseSpan(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+    if is_cut and marks and marks[-1].phase in _STRETCH_AFTER:
+        spans.append(PhaseSpan(_STRETCH_AFTER[marks[-1].phase], points[marks[-1].index], last))
     return tuple(spans)
 
 
@@ -378,7 +368,7 @@ def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
         yield entry | {"time_us": index, "category": category}
 
 
-_AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
+_SLICE_NAMES = _STRETCH_BEFORE | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
 
 
 def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
@@ -387,10 +377,10 @@ def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
     if marks:
         yield "setup", 0, marks[0].index
     for before, after in pairwise(marks):
-        if after.phase in _AFTER:
+        if after.phase in _SLICE_NAMES:
             where = f"step {after.step + 1}"
             if any(mark.micro_batch for mark in marks):
                 where += f", micro-batch {after.micro_batch + 1}"
-            yield f"{_AFTER[after.phase]} ({where})", before.index, after.index
+            yield f"{_SLICE_NAMES[after.phase]} ({where})", before.index, after.index
     if marks and marks[-1].index < len(recording.actions):
         yield "unfinished", marks[-1].index, len(recording.actions)

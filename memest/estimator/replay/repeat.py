@@ -236,8 +236,8 @@ class StepRepeater:
         with _disable_current_modes():
             self._held = [torch.empty(0, device=META) for _ in micro_batch.held]
             leaf = torch.empty(0, device=CPU, requires_grad=True)
-            apply: Callable[..., Tensor] = _Loss.apply
-            loss = apply(leaf, micro_batch.loss, self._held[::-1])  # a list drops its last first
+            # a list drops its last item first
+            loss = _Loss.apply(leaf, micro_batch.loss, self._held[::-1])  # type: ignore[no-untyped-call]
         self._memory.adopt(loss, self._ids[micro_batch.loss.index])
         return loss
 

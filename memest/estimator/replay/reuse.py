@@ -238,12 +238,6 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
     return polynomials, CallLog([p.template for p in polynomials], spans, logs[0].choices)
 
 
-# Programs made from parts of others: fewer micro-batches, another optimizer.
-#
-# Forward and backward do not depend on the optimizer, nor its step on the batch. So a trace of
-# two micro-batches includes that of one, and a short trace with another optimizer gives its step.
-
-
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     """Return a run with one micro-batch per step, made from `traced`, a run with two. The events of
     the second micro-batch are removed, but not the optimizer's step. The second micro-batch may
@@ -418,12 +412,6 @@ class _Copier:
             self.ids[new_id] = self.ids.pop(old_id)
 
 
-# A plan's program on another chip, made from the calls of its run on the first chip.
-#
-# The requests of each call are computed again with the other GPU. If the other GPU takes another
-# attention kernel for some shapes, attention runs alone with these shapes on both GPUs. The calls
-# of the one run are then replaced by those of the other.
-
 FUSED = {
     SDPBackend.FLASH_ATTENTION: "aten._scaled_dot_product_flash_attention",
     SDPBackend.EFFICIENT_ATTENTION: "aten._scaled_dot_product_efficient_attention",
@@ -433,9 +421,10 @@ FUSED = {
 
 
 def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
-    """Convert `sample`, a run on the GPU `first`, into a run of the same plan on `gpu`. Return
-    `sample` itself if all allocator requests are equal. Raise `NotInterpolable` if the plan makes
-    other calls on `gpu`, and has to be simulated there."""
+    """Convert `sample`, a run on the GPU `first`, into a run of the same plan on `gpu`. Requests of
+    each call are computed again. Where `gpu` takes another attention kernel, attention runs alone
+    on both GPUs, and the calls of one run replace those of the other. Return `sample` itself if all
+    requests are equal. Raise `NotInterpolable` if the plan makes other calls on `gpu`."""
     log = sample.calls
     if log is None or log.is_for_one_chip:
         raise NotInterpolable("calls can differ by the compute capability")
@@ -522,8 +511,7 @@ _NO_CALL = -1  # index of a call for storages that are made between logged calls
 
 @dataclass(frozen=True, slots=True)
 class _CallAlone:
-    """One operator call of an attention that runs without its model, to compare it on two GPUs. It
-    holds the call's outputs, and the storages allocated and freed between it and the next call."""
+    """One operator call of an attention that runs without its model, to compare it on two GPUs."""
 
     template: Template
     outputs: frozenset[Output]  # positions of outputs that take memory

@@ -8,6 +8,7 @@ immediately in the first step alone. A real rank should be between the extremes.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.replay.replay import Replayed, Run, TracedPlan
@@ -16,18 +17,23 @@ from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict
 from memest.units import ceil_div, format_bytes
 
-# Least limit under which a run fits, found by replays under several limits.
-#
-# Reserved bytes do not measure a run's need: the allocator fills the GPU with cached blocks.
-
 UNIT_BYTES = 2 << 20  # step of the search: segments are multiples of it (`kSmallBuffer`)
 NUM_PROBES = 8  # evenly spaced limits that are tried from the top before the bisection
 MAX_SEARCH_EVENTS = 1_500_000  # replayed by a search at most, 2 s of CPU; most runs have 100,000
 MIN_REPLAYS = 3  # replays of a search, however long the run is
 
 
+class LimitResult(NamedTuple):
+    """Result of a replay under a limit. `units` is the peak reserved if the run `fits`, else the
+    limit to which requests without room raised the limit. It is 0 if such a request failed."""
+
+    fits: bool
+    units: int  # of `UNIT_BYTES`
+
+
 class LeastLimit:
-    """Search for the least memory limit under which a run fits, by replays.
+    """Search for the least memory limit under which a run fits, by replays. Reserved bytes do not
+    measure this need, since the allocator fills the GPU with cached blocks.
 
     A run can fit under one limit and fail under a larger one. Under the smaller limit, the
     allocator frees cached blocks earlier, which can leave larger free blocks. So the search tries
@@ -44,98 +50,96 @@ class LeastLimit:
         allocated_bytes: peak allocated without a limit.
         reserved_bytes: peak reserved without a limit.
         num_events: events of one replay.
-        is_felt_early: whether the limit has an effect before it is reached. Examples are
+        has_early_effect: whether the limit has an effect before it is reached. Examples are
             `garbage_collection_threshold`, and expandable segments under the cap of
             `set_per_process_memory_fraction`.
     """
 
     def __init__(
         self, replay: Callable[[int], tuple[bool, int]], allocated_bytes: int, reserved_bytes: int,
-        *, num_events: int, is_felt_early: bool = False,
+        *, num_events: int, has_early_effect: bool = False,
     ) -> None:  # fmt: skip
         self._replay = replay
-        self._num_left = max(MIN_REPLAYS, MAX_SEARCH_EVENTS // max(1, num_events))
-        self._num_probes = NUM_PROBES if self._num_left > 2 * NUM_PROBES else 0
+        self._num_replays_left = max(MIN_REPLAYS, MAX_SEARCH_EVENTS // max(1, num_events))
         self._allocated = allocated_bytes // UNIT_BYTES
         self._reserved = ceil_div(reserved_bytes, UNIT_BYTES)
-        self._is_felt_early = is_felt_early
-        self._known: dict[int, tuple[bool, int]] = {}
+        self._has_early_effect = has_early_effect
+        self._result_by_limit: dict[int, LimitResult] = {}
+        self._may_probe = self._num_replays_left > 2 * NUM_PROBES
 
     def add(self, limit_bytes: int, fits: bool, result_bytes: int) -> None:
-        """Record a replay under `limit_bytes`. `result_bytes` is its peak reserved if the run
-        `fits`. Else `result_bytes` is the limit to which requests without room raised
-        `limit_bytes`. It is 0 if the limit was fixed, so that such a request failed."""
-        self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(result_bytes, UNIT_BYTES)
+        """Record a replay under `limit_bytes`. `result_bytes` are the bytes of its `LimitResult`,
+        before they are rounded up to whole units."""
+        result = LimitResult(fits, ceil_div(result_bytes, UNIT_BYTES))
+        self._result_by_limit[limit_bytes // UNIT_BYTES] = result
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether the run fits under `limit_bytes`."""
-        return self._result_under(limit_bytes // UNIT_BYTES)[0]
+        return self._result_under(limit_bytes // UNIT_BYTES).fits
 
     def bytes_for(self, limit_bytes: int) -> int:
         """Return the least limit in bytes under which the run fits; try `limit_bytes` first."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
-        while not self._result_under(top)[0]:  # only with settings that feel the limit early
-            top += ceil_div(top, NUM_PROBES)
-        fits, high = self._result_under(limit)
-        low = -1
-        if not fits:
-            high, low = self._result_under(top)[1], limit
-        start = min(self._allocated, top) - 1
-        for step in reversed(range(self._num_probes)):
-            probe = start + step * (top - start) // NUM_PROBES
+        while not self._result_under(top).fits:  # only if limits have an early effect
+            top += ceil_div(top, 8)  # by an eighth
+        # low fails, high fits
+        low, high = limit, self._result_under(top).units
+        if self._result_under(limit).fits:
+            low, high = -1, self._result_under(limit).units
+        too_low = min(self._allocated, top) - 1  # less than the allocated peak
+        if not self._may_probe:
+            return self._bisect(max(low, min(too_low, high - 1)), high)
+        for step in reversed(range(NUM_PROBES)):
+            probe = too_low + step * (top - too_low) // NUM_PROBES
             if low < probe < high and self._may_try(probe):
-                fits, units = self._result_under(probe)
-                if not fits:
-                    return self._bisect(probe, high, units)
-                high = units
-        if not self._num_probes:
-            low = max(low, min(start, high - 1))
-        return self._bisect(low, high, None)
+                result = self._result_under(probe)
+                if not result.fits:
+                    return self._bisect(probe, high, guess=result.units)
+                high = result.units
+        return self._bisect(low, high)
 
-    def _bisect(self, low: int, high: int, guess: int | None) -> int:
+    def _bisect(self, low: int, high: int, guess: int | None = None) -> int:
         """Return the least limit found, in bytes, between `low`, which fails, and `high`, which
         fits. Arguments are in units of `UNIT_BYTES`; `guess`, unless None, is tried first."""
-        while high - low > 1:
-            is_guess = guess is not None
-            probe = max(low + 1, min(guess, high - 1)) if guess is not None else (low + high) // 2
+        while high - low > 1:  # low fails, high fits
+            probe = (low + high) // 2 if guess is None else max(low + 1, min(guess, high - 1))
             if not self._may_try(probe):
                 break
             fits, units = self._result_under(probe)
-            if fits:
-                guess = units - 1 if is_guess and probe < high - 1 else None
+            if fits:  # if a guess fits, the limit just below is likely to fail and end the search
+                guess = units - 1 if guess is not None and probe < high - 1 else None
                 high = units
-            else:
+            else:  # the limit to which requests raised the middle one is likely to fit
+                guess = units if guess is None else None
                 low = probe
-                guess = None if is_guess else units
         return high * UNIT_BYTES
 
     def _may_try(self, limit: int) -> bool:
-        return limit in self._known or self._num_left > 0
+        return limit in self._result_by_limit or self._num_replays_left > 0
 
-    def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return (fits, result) of a replay under `limit`; replays are cached. The result is the
-        peak reserved if the run fits, else the raised limit, or 0 (see `add`). `limit` and the
-        result are in units of `UNIT_BYTES`."""
-        if limit not in self._known:
-            self._known[limit] = self._replay_under(limit)
-        return self._known[limit]
+    def _result_under(self, limit: int) -> LimitResult:
+        """Return the result of a replay under `limit` units of `UNIT_BYTES`; it is cached."""
+        if limit not in self._result_by_limit:
+            self._result_by_limit[limit] = self._replay_under(limit)
+        return self._result_by_limit[limit]
 
-    def _replay_under(self, limit: int) -> tuple[bool, int]:
+    def _replay_under(self, limit: int) -> LimitResult:
         if limit < 0:
-            return False, 0
-        if not self._is_felt_early:
+            return LimitResult(fits=False, units=0)
+        if not self._has_early_effect:
             if limit >= self._reserved:
-                return True, self._reserved
+                return LimitResult(fits=True, units=self._reserved)
             # a run that reserves less than both limits is the same under both: the same requests
             # of the driver succeed and fail
-            for known_limit, (fits, peak) in self._known.items():
-                if fits and peak <= limit <= known_limit:
-                    return True, peak
-        self._num_left = max(0, self._num_left - 1)
+            for other_limit, result in self._result_by_limit.items():
+                if result.fits and result.units <= limit <= other_limit:
+                    return result
+        self._num_replays_left = max(0, self._num_replays_left - 1)
         fits, num_bytes = self._replay(limit * UNIT_BYTES)
-        # expandable segments can exceed the size that was compared with a cap
         units = ceil_div(num_bytes, UNIT_BYTES)
-        return fits, min(limit, units) if fits else units
+        if fits:  # expandable segments can exceed the size that was compared with a cap
+            units = min(limit, units)
+        return LimitResult(fits, units)
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
@@ -143,8 +147,9 @@ def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
     `limit_bytes` first."""
     need_bytes = 0
     for run in runs:
-        is_sure = need_bytes > limit_bytes or run.fits(limit_bytes)
-        if not (need_bytes and is_sure and run.fits(need_bytes)):
+        # a run that fits under `need_bytes` can fail under the larger `limit_bytes`
+        fails_at_limit = need_bytes <= limit_bytes and not run.fits(limit_bytes)
+        if need_bytes == 0 or fails_at_limit or not run.fits(need_bytes):
             need_bytes = max(need_bytes, run.bytes_for(limit_bytes))
     return need_bytes
 
@@ -174,7 +179,7 @@ class Scenario:
         self.least = LeastLimit(
             lambda limit: _fits_and_bytes(run.on(limit, timing, is_soft=True)),
             self.unlimited.peak_allocated_bytes, self.unlimited.peak_reserved_bytes,
-            num_events=self.unlimited.num_events, is_felt_early=not run.settings.is_default,
+            num_events=self.unlimited.num_events, has_early_effect=not run.settings.is_default,
         )  # fmt: skip
 
     @property
@@ -204,8 +209,10 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
     that reserves the most is first."""
     scenarios: list[Scenario] = []
     for traced in (worst, *worst.others):
-        depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
-        for timing in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
+        timings = [FreeTiming.LATEST]
+        if plan.world_size > 1 and traced.program.storages.depends_on_time:
+            timings = list(FreeTiming)
+        for timing in timings:
             scenarios.append(Scenario(run_of_plan(plan, traced), timing, traced=traced))
     key = attrgetter("unlimited.peak_reserved_bytes", "unlimited.peak_allocated_bytes")
     return sorted(scenarios, key=key, reverse=True)
@@ -217,26 +224,23 @@ def verdict_over(
     """Return the verdict on a GPU from `results`, the replay of each scenario under `limit_bytes`.
     The verdict is `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else
     `may`. It stores `spread_bytes`, by which another driver can lower the limit."""
-    failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
+    failed = [i for i, result in enumerate(results) if result.failed is not None]
     index = failed[0] if failed else 0
-    replay, storages = results[index], scenarios[index].run.program.storages
+    result, storages = results[index], scenarios[index].run.program.storages
     verdict = Verdict(
-        verdict=Outcome.OOM if failed else Outcome.FITS,
-        margin_bytes=limit_bytes - needs,
-        limit_bytes=limit_bytes,
-        reserved_bytes=replay.peak_reserved_bytes,
-        spread_bytes=spread_bytes,
-        at=where_failed(replay.failed.step, storages.sites[replay.failed.storage])
-        if replay.failed
-        else "",
-    )
-    failures: dict[int, list[bool]] = {}
-    for scenario, result in zip(scenarios, results, strict=True):
-        failures.setdefault(id(scenario.run.program), []).append(result.failed is not None)
-    if not failed or any(map(all, failures.values())):
+        verdict=Outcome.FITS, margin_bytes=limit_bytes - needs, limit_bytes=limit_bytes,
+        reserved_bytes=result.peak_reserved_bytes, spread_bytes=spread_bytes,
+    )  # fmt: skip
+    if result.failed is None:
         return verdict
-    return replace(verdict, verdict=Outcome.MAY, decides=describe_deferred_blocks(storages))
+    at = where_failed(result.failed.step, storages.sites[result.failed.storage])
+    programs = [id(scenario.run.program) for scenario in scenarios]  # one per rank
+    fitting = {programs[i] for i, result in enumerate(results) if result.failed is None}
+    if not fitting.issuperset(programs):  # a rank fails in all its scenarios
+        return replace(verdict, verdict=Outcome.OOM, at=at)
+    decides = describe_deferred_blocks(storages)
+    return replace(verdict, verdict=Outcome.MAY, at=at, decides=decides)
 
 
 def where_failed(step: int, site: Site) -> str:

@@ -58,8 +58,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Alternative changes of one kind, such as smaller batch sizes, from the weakest on. If
-    `is_graded`, each change saves more than the one before."""
+    """Alternative changes of one kind, such as smaller batch sizes, from the weakest on."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False  # each change saves more than the one before: bisection works

@@ -4,14 +4,14 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS, TORCH
 from memest.plan.training_plan import PLAN_KEYS
 
-_HOMES = {TORCH: "torch.optim", BITSANDBYTES: "bitsandbytes.optim", DEEPSPEED: "deepspeed.ops.adam"}
+_PATHS = {TORCH: "torch.optim", BITSANDBYTES: "bitsandbytes.optim", DEEPSPEED: "deepspeed.ops.adam"}
 _STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # strategies without a name in Lightning
+_QLORA_KEYS = ("use_qlora", "quant", "double_quant", "precision")  # of `BitsAndBytesConfig`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +53,11 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     frozen_modules = (name for name in facts.vision_modules if f"{name}.*" in patterns)
     lines += [f"model.{name}.requires_grad_(False)" for name in frozen_modules]
     if after.optim != before.optim:
-        row, trained = OPTIMIZERS[after.optim], "(p for p in model.parameters() if p.requires_grad)"
+        row = OPTIMIZERS[after.optim]
         options = "".join(f", {name}={value}" for name, value in row.options)
-        call = f"{_HOMES[row.library]}.{row.class_name}({trained}, lr=lr{options})"
-        lines.append(f"optimizer = {call}")
+        trained = "(p for p in model.parameters() if p.requires_grad)"
+        constructor = f"{_PATHS[row.library]}.{row.class_name}"
+        lines.append(f"optimizer = {constructor}({trained}, lr=lr{options})")
     return (*lines, *_input_lines(before, after), *_trainer_lines(before, after))
 
 
@@ -64,13 +65,15 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     arguments = ["name"]
     if after.attn_implementation != before.attn_implementation:
         arguments.append(f'attn_implementation="{after.attn_implementation}"')
-    if after.use_qlora and _qlora_keys(after) != _qlora_keys(before):
-        compute_dtype = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
-        double = ", bnb_4bit_use_double_quant=True" if after.double_quant else ""
-        options = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
-        options += f"bnb_4bit_compute_dtype={compute_dtype}{double}"
+    if after.use_qlora and _differ(before, after, *_QLORA_KEYS):
         if after.quant == "int8":
             options = "load_in_8bit=True"
+        else:
+            dtype = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
+            options = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+            options += f"bnb_4bit_compute_dtype={dtype}"
+            if after.double_quant:
+                options += ", bnb_4bit_use_double_quant=True"
         if after.quant_skip:
             options += f", llm_int8_skip_modules={json.dumps(after.quant_skip)}"
         yield f"quantization = BitsAndBytesConfig({options})"
@@ -79,15 +82,12 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         yield f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})"
 
 
-def _qlora_keys(plan: TrainingPlan) -> tuple[Any, ...]:
-    return plan.use_qlora, plan.quant, plan.double_quant, plan.precision
+def _differ(before: TrainingPlan, after: TrainingPlan, *keys: str) -> bool:
+    return any(getattr(before, key) != getattr(after, key) for key in keys)
 
 
 def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
-    if after.use_qlora and (_qlora_keys(after), after.kbit_ckpt) != (
-        _qlora_keys(before),
-        before.kbit_ckpt,
-    ):
+    if after.use_qlora and _differ(before, after, *_QLORA_KEYS, "kbit_ckpt"):
         off = "" if after.kbit_checkpoints else ", use_gradient_checkpointing=False"
         yield f"model = prepare_model_for_kbit_training(model{off})"
     if after.uses_adapters and not before.uses_adapters:
@@ -97,8 +97,8 @@ def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
             f"model = get_peft_model(model, LoraConfig(r={after.lora_r}, "
             f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{option}))"
         )
-    changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
-    if after.act_ckpt and changed and not after.kbit_checkpoints:
+    is_changed = _differ(before, after, "act_ckpt", "uses_adapters")
+    if after.act_ckpt and is_changed and not after.kbit_checkpoints:
         yield "model.gradient_checkpointing_enable()"
         if after.uses_adapters:
             yield "model.enable_input_require_grads()"
@@ -116,12 +116,10 @@ def _input_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
 
 
 def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
-    names = ("accumulate_grad_batches", "precision", "devices", "strategy")
-    values = {name: getattr(after, name) for name in names}
-    arguments = [
-        f"{name}={_STRATEGIES.get(value) or json.dumps(value)}"
-        for name, value in values.items()
-        if value != getattr(before, name)
-    ]
+    arguments = []
+    for name in ("accumulate_grad_batches", "precision", "devices", "strategy"):
+        value = getattr(after, name)
+        if value != getattr(before, name):
+            arguments.append(f"{name}={_STRATEGIES.get(value) or json.dumps(value)}")
     if arguments:
         yield f"L.Trainer({', '.join(arguments)})"

@@ -90,12 +90,10 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
     """Return, for each of `gpus`, the largest `batch_size` or `seq_len` (`key`) with which `plan`
     fits. GPUs of one chip share simulations."""
     results = []
-    all_series: dict[str, TraceSeries] = {}
+    series_by_chip: dict[str, TraceSeries] = {}
     for gpu in gpus:
-        chip = gpu.chip
-        if chip not in all_series:
-            all_series[chip] = TraceSeries(plan, gpu, key)
-        results.append(_Search(all_series[chip], gpu).run())
+        series = series_by_chip.setdefault(gpu.chip, TraceSeries(plan, gpu, key))
+        results.append(_Search(series, gpu).run())
     return results
 
 
@@ -107,22 +105,21 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
     would repeat the events of the one from the middle."""
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
-    if num_played != num_micro_batches:  # a micro-batch from the middle repeats another
-        num_played = min(num_micro_batches, 3)
+    if num_played != num_micro_batches:
+        num_played = min(num_micro_batches, 3)  # the first, one from the middle, the last
     alive: dict[int, None] = {}
     total = peak = 0
     for step in range(2):
         for renames, events in streams_of(program, step, num_played):
             rename(alive, renames)
-            for event in events:
-                if event >= 0:
-                    if event not in alive:
-                        alive[event] = None
-                        total += num_bytes[event]
-                        peak = max(peak, total)
-                elif free_of(event) in alive:
-                    del alive[free_of(event)]
-                    total -= num_bytes[free_of(event)]
+            for event in events:  # a storage id if it allocates, else `free_of` decodes it
+                if event >= 0 and event not in alive:
+                    alive[event] = None
+                    total += num_bytes[event]
+                    peak = max(peak, total)
+                elif event < 0 and (index := free_of(event)) in alive:
+                    del alive[index]
+                    total -= num_bytes[index]
             if events is program.setup:  # the setup has no limit
                 peak = total
     return peak
@@ -135,7 +132,7 @@ class _Search:
         self.series, self.plan, self.gpu = series, series.plan, gpu
         self.limit = usable_bytes(series.plan, gpu)
         self._is_batch = series.key == "batch_size"
-        self._guesses = True
+        self._may_interpolate = True  # False if every size is simulated
         self._trials: dict[int, Trial | PlanError] = {}
         self._config = resolve_config(
             self.plan.model_name, trust_remote_code=self.plan.trust_remote_code
@@ -147,7 +144,7 @@ class _Search:
         start_time = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
-            if not self._guesses or self._is_confirmed(low):
+            if self._is_confirmed(low):
                 break
             self.series.forget_interpolations()
             self._trials.clear()
@@ -155,7 +152,7 @@ class _Search:
                 self.series.interpolation(abs(low), SPACING[self.series.key])
             low = self._search()
         else:
-            self._guesses = False
+            self._may_interpolate = False
             self._trials.clear()
             low = self._search()
         return self._report(low, time.perf_counter() - start_time)
@@ -174,12 +171,15 @@ class _Search:
 
     def _traced(self, value: int) -> TracedPlan:
         plan = with_value(self.plan, self.series.key, value)  # raises if it is no valid plan
-        if not self._guesses:
+        if not self._may_interpolate:
             return self.series.at(value)
-        if not self._is_batch:
-            sequence_length(plan, self._config)
-        tokens = value * (self.series.at(2).seq_len if self._is_batch else plan.batch_size)
-        if tokens > MAX_TOKENS:
+        # an interpolation does not run the checks of a simulated run
+        if self._is_batch:
+            num_tokens = value * self.series.at(2).seq_len
+        else:
+            sequence_length(plan, self._config)  # raises if the model has no such positions
+            num_tokens = value * plan.batch_size
+        if num_tokens > MAX_TOKENS:
             raise PlanError(f"`{self.series.key}` {value} is beyond {MAX_TOKENS} tokens")
         return self.series.guess(value)
 
@@ -199,53 +199,53 @@ class _Search:
 
     def _smallest(self) -> int:
         """Return a size that fits, to begin with, or if none fits, minus the smallest valid one."""
-        if self._is_batch:
-            sizes = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
-        else:
-            sizes = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
+        sizes = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
+        if not self._is_batch:
+            longer = [FIRST_SEQ_LEN << i for i in range(8)]  # up to 8192
+            sizes = longer + [FIRST_SEQ_LEN >> i for i in range(7)]  # down to 1
         size = next((value for value in sizes if self.trial(value) is not None), None)
         if size is None:
             raise next(e for e in self._trials.values() if isinstance(e, PlanError))
-        too_small = 0
-        while not self._fits(size):
-            value = (too_small + size) // 2
-            if size - too_small == 1:
+        invalid = 0
+        while not self._fits(size):  # `invalid` is no valid plan, `size` is one
+            if size - invalid == 1:
                 return -size
-            if self.trial(value) is None:
-                too_small = value
+            middle = (invalid + size) // 2
+            if self.trial(middle) is None:
+                invalid = middle
             else:
-                size = value
+                size = middle
         return size
 
     def _close_in(self, low: int, high: int) -> int:
         """Narrow `low`, a size that fits, and `high`, which does not, to neighbours; return
         `low`."""
-        is_secant = True
-        while high - low > 1:
-            middle = (low + high) // 2
-            high_trial = self.trial(high)
-            if is_secant and high_trial is not None:
-                middle = min(max(self._secant(low, high), low + 1), high - 1)
-            spacing = SPACING[self.series.key]
-            if high - low > spacing and not (low % spacing or high % spacing):
+        spacing = SPACING[self.series.key]
+        may_use_secant = True
+        while (width := high - low) > 1:
+            middle = self._secant(low, high) if may_use_secant else (low + high) // 2
+            middle = min(max(middle, low + 1), high - 1)
+            if width > spacing and low % spacing == 0 and high % spacing == 0:
+                # programs are interpolated at multiples of `spacing` alone
                 middle = min(max(middle // spacing, low // spacing + 1) * spacing, high - spacing)
-            width = high - low
             if self._fits(middle):
                 low = middle
             else:
                 high = middle
-            is_secant = 2 * (high - low) <= width  # else bisect once
+            may_use_secant = 2 * (high - low) <= width  # else bisect once
         return low
 
     def _secant(self, low: int, high: int) -> int:
-        """Return the size at which reserved bytes reach the limit, by linear interpolation between
-        the sizes `low` and `high`."""
-        trials = (self.trial(low), self.trial(high))
-        runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
-        low_bytes, high_bytes = (run.peak_reserved_bytes for run in runs)
-        growth = high_bytes - low_bytes
-        room = self.limit - low_bytes
-        return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
+        """Return the size between `low` and `high` at which reserved bytes reach the limit, by
+        linear interpolation. Return the middle if that is not possible."""
+        low_trial, high_trial = self.trial(low), self.trial(high)
+        if low_trial is None or high_trial is None:  # an invalid plan
+            return (low + high) // 2
+        low_bytes = low_trial.scenarios[0].unlimited.peak_reserved_bytes
+        growth = high_trial.scenarios[0].unlimited.peak_reserved_bytes - low_bytes
+        if growth <= 0:
+            return (low + high) // 2
+        return low + (self.limit - low_bytes) * (high - low) // growth
 
     def _beyond(self, value: int) -> int:
         """Return the largest size that fits, at least `value`, which fits. Larger sizes are tried,
@@ -271,13 +271,16 @@ class _Search:
         compared too, since the next length often chooses other kernels. If `value + 1` is invalid,
         only the program at `value` is compared. A negative `value` is minus the smallest valid
         size, if none fits."""
-        sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
-        if not sizes or not self._is_batch:  # the next length often chooses other kernels
+        sizes = []
+        if value > 0 and self.trial(value + 1) is not None:
+            sizes.append(value + 1)
+        if not sizes or not self._is_batch:
             sizes.append(abs(value))
-        guesses = {v: self.series.guess(v) for v in sizes}
-        return all(self.series.trace(v) == traced for v, traced in guesses.items())
+        guesses = {size: self.series.guess(size) for size in sizes}  # before runs at these sizes
+        return all(self.series.trace(size) == traced for size, traced in guesses.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
+        """Return the result for `value`, the largest size that fits or minus the smallest one."""
         size = abs(value)
         trial = self.trial(size)
         assert trial is not None
@@ -299,17 +302,15 @@ class _Search:
 TECHNIQUES: dict[str, dict[str, Any]] = read_table(__file__, "techniques.json")
 """Plan keys of each technique and combination, from the baseline on; AdamW unless one is named."""
 
-_DECIDED = {
+_TECHNIQUE_KEYS = {
     "precision", "optim", "momentum", "nesterov", "act_ckpt", "use_lora", "use_qlora",
     "double_quant", "quant", "kbit_ckpt",
 }  # fmt: skip
 """Keys of a plan that a technique sets."""
 
-_OF_ADAPTERS = {
+_ADAPTER_KEYS = {
     name for name, row in PLAN_KEYS.items() if row.section == PLAN_KEYS["use_lora"].section
 }
-_OF_QLORA = {"quant_skip", "quant_load"}
-_OF_FULL = {"freeze"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,17 +332,20 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     """Return the keys of `plan` with each of `TECHNIQUES`, as {technique: {plan key: value}}. Keys
     that techniques decide, such as `optim`, have the technique's values. Other keys have the values
     of `plan`. Keys that a technique ignores are left out, such as `freeze` with LoRA."""
-    values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
-    by_technique = {}
-    for name, changes in TECHNIQUES.items():
-        has_adapters = "use_lora" in changes or "use_qlora" in changes
-        unused = _OF_FULL if has_adapters else _OF_ADAPTERS
-        unused = unused if "use_qlora" in changes else unused | _OF_QLORA
-        plan_values = {k: v for k, v in values.items() if k not in unused}
+    values_by_technique = {}
+    for technique, changes in TECHNIQUES.items():
+        dropped = set(_TECHNIQUE_KEYS)
+        if "use_qlora" not in changes:
+            dropped |= {"quant_skip", "quant_load"}
+        if "use_lora" in changes or "use_qlora" in changes:
+            dropped.add("freeze")
+        else:
+            dropped |= _ADAPTER_KEYS
         if plan.offloads:  # offload works with one optimizer only
-            plan_values["optim"] = plan.optim
-        by_technique[name] = plan_values | changes | {"name": f"{plan.label}: {name}"}
-    return by_technique
+            dropped.remove("optim")
+        values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in dropped}
+        values_by_technique[technique] = values | changes | {"name": f"{plan.label}: {technique}"}
+    return values_by_technique
 
 
 def largest_of_all(

@@ -30,7 +30,8 @@ def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> li
     plans."""
     predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
     if failed:
-        raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])
+        plan, error = failed[0]
+        raise error if len(plans) == 1 else with_label(plan, error)
     return [report for _, report in predicted]
 
 
@@ -43,13 +44,15 @@ def predict_each(
     for plan in plans:  # fail at once, before heavy imports
         target_gpus(plan)
         check_name(plan.model_name)
-    jobs_per_plan = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
+    jobs_per_plan = 1
+    if len(plans) == 1:  # its kinds of GPU are divided among processes
+        jobs_per_plan = jobs or os.cpu_count() or 1
     if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
         jobs = 1
     return find_engine("local", jobs).map_groups(
         partial(_predict_group, jobs=jobs_per_plan), plans, work=attrgetter("is_distributed"),
-        alike=lambda p: replace(p, name="", memory_limit=None, host_memory=None, steps=2),
-        label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
+        alike=lambda plan: replace(plan, name="", memory_limit=None, host_memory=None, steps=2),
+        label=lambda group: group[0].label + (f" and {len(group) - 1} alike" if group[1:] else ""),
     )  # fmt: skip
 
 
@@ -102,8 +105,8 @@ def scale(
     cannot model, is left out with a note. `jobs` is the number of processes, as in `predict_each`.
     Raise `MemestError` if there is no such strategy, or nothing at all can be predicted; the error
     is the first one's."""
+    choices = [name for name in STRATEGIES if name != "auto"]
     for strategy in strategies:
-        choices = [name for name in STRATEGIES if name != "auto"]
         if strategy not in choices:
             matches = closest(strategy, choices) or choices
             raise PlanError(
@@ -111,7 +114,7 @@ def scale(
                 hint=f"choose from {', '.join(f'`{name}`' for name in matches)}",
             )
     for number in devices:
-        TrainingPlan(model_name="any", devices=number)
+        TrainingPlan(model_name="any", devices=number)  # raises if it is no number of GPUs
     numbers = sorted(set(devices))
     results: dict[tuple[str, int], Any] = {
         (strategy, number): result_or_error(_plan, values, strategy, number)
@@ -152,16 +155,17 @@ def _line(
     values: Mapping[str, Any], strategy: str, results: Mapping[int, Prediction | MemestError]
 ) -> ScalingLine:
     notes = [f"`{key}` is not read" for key in _unread_keys(values, strategy)]
-    reports = {n: r for n, r in results.items() if isinstance(r, Prediction)}
-    optim = values.get("optim")
-    if reports and strategy.endswith("_offload") and optim != "deepspeed_cpu":
-        notes.append("`optim` is `deepspeed_cpu`, the one that offload takes")
-    reasons: dict[str, list[int]] = {}
+    reports: dict[int, Prediction] = {}
+    numbers_by_error: dict[str, list[int]] = {}
     for number, result in results.items():
         if isinstance(result, MemestError):
-            reasons.setdefault(str(result), []).append(number)
-    for reason, numbers in reasons.items():
-        notes.append(f"not predicted on {', '.join(map(str, numbers))} GPUs: {reason}")
+            numbers_by_error.setdefault(str(result), []).append(number)
+        else:
+            reports[number] = result
+    if reports and strategy.endswith("_offload") and values.get("optim") != "deepspeed_cpu":
+        notes.append("`optim` is `deepspeed_cpu`, the one that offload takes")
+    for error, numbers in numbers_by_error.items():
+        notes.append(f"not predicted on {', '.join(map(str, numbers))} GPUs: {error}")
     missing = tuple(number for number in results if number not in reports)
     return ScalingLine(strategy=strategy, reports=reports, missing=missing, notes=tuple(notes))
 
@@ -183,12 +187,13 @@ def constant_terms(line: ScalingLine) -> dict[str, int]:
     if len(numbers) < 2:
         return {}
     m, n = numbers[-2:]
-    before, last = kind_bytes(line.reports[m]), kind_bytes(line.reports[n])
-    return {
-        kind: size
-        for kind, size in last.items()
-        if kind != "rounding" and size and 2 * n * size > (n + m) * before.get(kind, 0)
-    }
+    bytes_on_m, bytes_on_n = kind_bytes(line.reports[m]), kind_bytes(line.reports[n])
+    sizes = {}
+    for kind, size in bytes_on_n.items():
+        is_constant = 2 * n * size > (n + m) * bytes_on_m.get(kind, 0)  # size/before > (1 + m/n)/2
+        if kind != "rounding" and size and is_constant:
+            sizes[kind] = size
+    return sizes
 
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")  # compared by default
@@ -246,15 +251,16 @@ def growths(
     for variant in plans:
         run = run_of_plan(variant, traced)
         unlimited, limited = run.on(None), run.on(usable_bytes(variant, gpu))
-        by_step = [[r for r in unlimited.rows if r.step == step] for step in range(plan.steps)]
-        on_gpu = {row.step: row.reserved_bytes for row in limited.rows}
-        failed = None if limited.failed is None else limited.failed.step
+        rows_by_step = [[r for r in unlimited.rows if r.step == step] for step in range(plan.steps)]
+        reserved_at_end = {row.step: row.reserved_bytes for row in limited.rows}
+        failed_step = None if limited.failed is None else limited.failed.step
+        num_whole_steps = plan.steps if failed_step is None else failed_step
         growth = Growth(
             alloc_conf=variant.alloc_conf,
-            allocated=tuple(max(row.peak_allocated_bytes for row in rows) for rows in by_step),
-            reserved=tuple(rows[-1].reserved_bytes for rows in by_step),
-            on_gpu=tuple(on_gpu[step] for step in range(plan.steps if failed is None else failed)),
-            failed_step=failed,
+            allocated=tuple(max(row.peak_allocated_bytes for row in rows) for rows in rows_by_step),
+            reserved=tuple(rows[-1].reserved_bytes for rows in rows_by_step),
+            on_gpu=tuple(reserved_at_end[step] for step in range(num_whole_steps)),
+            failed_step=failed_step,
         )
         results.append(growth)
     return predict(plan), results

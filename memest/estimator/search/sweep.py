@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]  # varied values, plan or error
 MAX_POINTS = 1000  # default limit of predictions in one sweep
 MAX_VALUES = 1 << 20  # most values of a range
-_VARIED = ("batch_size", "seq_len")  # keys whose values share traces, in this order
-_KINDS = {name: row.type for name, row in PLAN_KEYS.items()}
+_SIZE_KEYS = ("batch_size", "seq_len")  # keys whose values share traces
+_NOT_VARIED = {"name", "gpu", "gpu_memory"}  # keys that `parse_values` refuses
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
+_VERDICT_SIZES = ("limit_bytes", "needs_bytes", "margin_bytes", "spread_bytes")  # of a table row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +77,13 @@ class SweepPoint:
             "peak_reserved_bytes": 0 if verdict is None else verdict.reserved_bytes,
             "unlimited_reserved_bytes": self.unlimited_reserved_bytes,
             "process_bytes": self.process_bytes,
-            **{key: getattr(verdict, key, 0) for key in _OF_VERDICT},
+            **{name: getattr(verdict, name, 0) for name in _VERDICT_SIZES},
             "oom_at": "" if verdict is None else verdict.at,
             "error": self.error,
         }
 
 
-_OF_VERDICT = ("limit_bytes", "needs_bytes", "margin_bytes", "spread_bytes")
-Known = Mapping[TrainingPlan, list[SweepPoint]]  # points that were found before
+PointsByPlan = Mapping[TrainingPlan, list[SweepPoint]]
 
 
 def parse_values(key: str, text: str) -> list[Any]:
@@ -98,10 +98,11 @@ def parse_values(key: str, text: str) -> list[Any]:
     Raises:
         PlanError: there is no such key, or the text names no value or a wrong one.
     """
-    if key not in _KINDS or key in ("name", "gpu", "gpu_memory"):
+    keys = sorted(set(PLAN_KEYS) - _NOT_VARIED)
+    if key not in keys:
         raise PlanError(
             f"{shown(key)} is not a key of a plan that can be varied",
-            hint=f"keys: {', '.join(sorted(set(_KINDS) - {'name', 'gpu', 'gpu_memory'}))}",
+            hint=f"keys: {', '.join(keys)}",
         )
     values: list[Any] = []
     for part in text.split(","):
@@ -115,19 +116,19 @@ def parse_values(key: str, text: str) -> list[Any]:
 
 
 def _value(key: str, item: str) -> Any:
-    kind = _KINDS[key]
-    if item == "none" and "None" in kind:
+    row = PLAN_KEYS[key]
+    if item == "none" and "None" in row.type:
         return None
-    if kind.startswith("bool"):
+    if row.is_switch:
         if item.casefold() not in _BOOLEANS:
             raise PlanError(f"`{key}` is {shown(item)}", hint="give `true`, `false` or both")
         return _BOOLEANS[item.casefold()]
-    if PLAN_KEYS[key].is_size or kind.startswith("str"):
+    if row.is_size or row.type.startswith("str"):
         return item
-    if kind.startswith("tuple"):
+    if row.type.startswith("tuple"):
         return tuple(name for name in item.split("+") if name)
     try:
-        return float(item) if kind == "float" else int(item)
+        return float(item) if row.type == "float" else int(item)
     except ValueError:
         raise PlanError(
             f"`{key}` is {shown(item)}", hint="write numbers as `1,2,4` or `1:64`"
@@ -137,10 +138,11 @@ def _value(key: str, item: str) -> Any:
 def _range(key: str, item: str) -> range:
     hint = "a range is `first:last` or `first:last:step`, such as `1:64:8`"
     try:
-        first, last, step = ([int(n) for n in item.split(":")] + [1])[:3]
+        first, last, *steps = (int(number) for number in item.split(":"))
     except ValueError:
         raise PlanError(f"`{key}` is {shown(item)}", hint=hint) from None
-    if item.count(":") > 2 or step < 1 or not _KINDS[key].startswith("int"):
+    step = steps[0] if steps else 1
+    if len(steps) > 1 or step < 1 or not PLAN_KEYS[key].type.startswith("int"):
         raise PlanError(f"`{key}` is {shown(item)}", hint=hint)
     if last < first:
         raise PlanError(f"`{key}` is {shown(item)}, a range that ends before it begins", hint=hint)
@@ -171,32 +173,33 @@ def make_grid(
 
 
 def sweep_grid(
-    grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
-) -> list[dict[str, Any]]:
+    grid: Grid, *, jobs: int | None = None, engine: str = "local",
+    known: PointsByPlan | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Predict the plans of `grid`, which `make_grid` returned. Return a table row for each plan and
     GPU, with an `error` for invalid plans. `engine`, such as `local`, runs the predictions with
     `jobs` workers; None is its default. `known` has the points of plans predicted before."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, engine=engine, known=known)
-    keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
+    varied = itertools.chain.from_iterable(changes for changes, _ in grid)
+    keys = list(dict.fromkeys(["model_name", *varied]))
     keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
-    rows = iter([point.to_row(keys) for point in points])
+    rows = iter([point.to_row(keys) for point in points])  # in the order of the grid
     gpus = [gpu.name for gpu in target_gpus(plans[0])]
-    empty = SweepPoint(plan=plans[0], gpu="", verdict=None)
+    empty_row = SweepPoint(plan=plans[0], gpu="", verdict=None).to_row(keys)
     table: list[dict[str, Any]] = []
     for changes, plan in grid:
-        for gpu in gpus:
-            if isinstance(plan, TrainingPlan):
-                table.append(next(rows))
-            else:
-                values = {key: changes[key] for key in keys if key in changes}
-                table.append(empty.to_row(keys) | values | {"gpu": gpu, "error": str(plan)})
+        if isinstance(plan, TrainingPlan):
+            table += itertools.islice(rows, len(gpus))
+            continue
+        values = {key: changes[key] for key in keys if key in changes}
+        table += [empty_row | values | {"gpu": gpu, "error": str(plan)} for gpu in gpus]
     return table
 
 
 def sweep(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None, engine: str = "local",
-    known: Known | None = None,
+    known: PointsByPlan | None = None,
 ) -> list[SweepPoint]:  # fmt: skip
     """Predict every plan on each of its GPUs; return the points in this order. A plan that cannot
     be predicted gives points with an `error`. Points of plans in `known` are not predicted again.
@@ -206,27 +209,29 @@ def sweep(
     require(*PLANS)
     known = known or {}
     new = [plan for plan in plans if plan not in known]
-    key = max(_VARIED, key=lambda k: len({getattr(plan, k) for plan in new}))
+    key = max(_SIZE_KEYS, key=lambda name: len({getattr(plan, name) for plan in new}))
     alike = partial(_sharing_key, key)
     num_groups = max(1, len(set(map(alike, new))))
-    jobs_per_group = (jobs or os.cpu_count() or 1) // num_groups if engine == "local" else 1
-    results = find_engine(engine, jobs).map_groups(
-        partial(_sweep_group, key=key, jobs=max(1, jobs_per_group)), new, alike=alike, work=_work,
-        label=partial(_label_of, key),
-    )  # fmt: skip
-    new_results = iter(results)
-    ordered = [known[plan] if plan in known else next(new_results) for plan in plans]
-    raise_if_all_failed(ordered)
+    jobs_per_group = 1
+    if engine == "local":
+        jobs_per_group = max(1, (jobs or os.cpu_count() or 1) // num_groups)
+    new_results = iter(find_engine(engine, jobs).map_groups(
+        partial(_sweep_group, key=key, jobs=jobs_per_group), new, alike=alike, work=_work,
+        label=partial(_group_label, key),
+    ))  # fmt: skip
+    results = [known[plan] if plan in known else next(new_results) for plan in plans]
+    raise_if_all_failed(results)
     points: list[SweepPoint] = []
-    for plan, result in zip(plans, ordered, strict=True):
+    for plan, result in zip(plans, results, strict=True):
         if isinstance(result, MemestError):
-            names, error = [gpu.name for gpu in target_gpus(plan)], str(result)
-            result = [SweepPoint(plan=plan, gpu=n, verdict=None, error=error) for n in names]
-        points += result
+            for gpu in target_gpus(plan):
+                points.append(SweepPoint(plan=plan, gpu=gpu.name, verdict=None, error=str(result)))
+        else:
+            points += result
     return points
 
 
-def _label_of(key: str, plans: Sequence[TrainingPlan]) -> str:
+def _group_label(key: str, plans: Sequence[TrainingPlan]) -> str:
     first = plans[0]
     num_optimizers = len({plan.optim for plan in plans})
     optimizers = first.optim if num_optimizers == 1 else f"{num_optimizers} optimizers"
@@ -264,16 +269,19 @@ def _sweep_group(
     values = sorted({value for value in plan_values if value is not None})
     chips: dict[Any, RelatedPlans] = {}
     with suppress(MemestError):  # each point is predicted below and reports its error there
-        for gpu in reversed(target_gpus(plans[0])):
+        for gpu in reversed(target_gpus(plans[0])):  # so that a chip's first GPU stays
             chips[gpu.chip] = RelatedPlans(gpu, values, values, key, accumulates=False)
+    # simulate the shared runs of each optimizer now: autograd fails in the forks below
     for plan in {plan.optim: plan for plan in plans}.values():
         with suppress(MemestError):
             for related in chips.values():
                 related.at(plan)
     gc.freeze()  # exclude the traces, which are many objects, from collections
     try:
-        pairs: Any = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
-        return [points or result_or_error(_points, plan, chips) for plan, points in pairs]
+        results: list[list[SweepPoint] | MemestError] = []
+        for plan, points in zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True):
+            results.append(result_or_error(_predict, plan, chips) if points is None else points)
+        return results
     finally:
         gc.unfreeze()
 
@@ -295,17 +303,19 @@ def _replay_in_parallel(
 
     def replay(part: int) -> list[list[SweepPoint] | None]:
         MAY_TRACE.set(False)
-        outcomes = [result_or_error(_points, plan, chips) for plan in plans[part::jobs]]
+        outcomes = [result_or_error(_predict, plan, chips) for plan in plans[part::jobs]]
         return [None if isinstance(points, MemestError) else points for points in outcomes]
 
     with ExitStack() as stack:
-        answers = [stack.enter_context(forked(partial(replay, part))) for part in range(jobs)]
-        for part, answer in enumerate(answers):
-            results[part::jobs] = answer() or results[part::jobs]
+        forks = [stack.enter_context(forked(partial(replay, part))) for part in range(jobs)]
+        for part, wait_for_points in enumerate(forks):
+            points_of_part = wait_for_points()
+            if points_of_part is not None:  # the fork did not fail
+                results[part::jobs] = points_of_part
     return results
 
 
-def _points(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[SweepPoint]:
+def _predict(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[SweepPoint]:
     points: list[SweepPoint] = []
     traced = {chip: related.at(plan) for chip, related in chips.items()}
     for gpu, trial in trials(plan, target_gpus(plan), lambda gpu: traced[gpu.chip]):
@@ -372,15 +382,19 @@ def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable
             hint=f"keys that vary: {', '.join(varied) or 'none'}",
         )
     column = across or max(reversed(varied or keys), key=lambda key: len(values[key]))
-    row_keys = [key for key in varied if key != column] or [k for k in keys if k != column][:1]
+    row_keys = [key for key in varied if key != column]
+    if not row_keys:  # only the columns vary: label the rows with another key, if there is one
+        row_keys = [key for key in keys if key != column][:1]
     verdicts: dict[tuple[str, str], Verdict] = {}
     for row in rows:
         verdict = _verdict(row)
-        if verdict is not None:
-            labels = [_label(key, _text(row[key])) for key in row_keys]
-            name = ", ".join([label for label in labels if not label.startswith("no ")] or labels)
-            text = _text(row[column])
-            verdicts[name, text if _is_number(text) else _label(column, text)] = verdict
+        if verdict is None:
+            continue
+        labels = [_label(key, _text(row[key])) for key in row_keys]
+        set_labels = [label for label in labels if not label.startswith("no ")]
+        text = _text(row[column])
+        column_label = text if _is_number(text) else _label(column, text)
+        verdicts[", ".join(set_labels or labels), column_label] = verdict
     return FitsTable(verdicts, column.replace("_", " "), tuple(values["gpu"]))
 
 
@@ -474,8 +488,8 @@ def explore(
     ]  # fmt: skip
     shared_values = {**SAME_MODEL, "accumulate_grad_batches": 1, "batch_size": 1}
     results = find_engine(engine, jobs).map_groups(
-        partial(_group, targets=targets), plans, alike=lambda plan: replace(plan, **shared_values),
-        label=lambda plans: _grid_label(plans[0]),
+        partial(_explore_group, targets=targets), plans, label=_model_label,
+        alike=lambda plan: replace(plan, **shared_values),
     )  # fmt: skip
     raise_if_all_failed(results)
     return [point for point in results if isinstance(point, Explored)]
@@ -483,18 +497,21 @@ def explore(
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
     """Predict `plan` on the GPUs named in `gpus`. Raise `MemestError` if it cannot be predicted."""
-    (entry,) = _group([plan], targets=[find_gpu(name) for name in gpus])
+    (entry,) = _explore_group([plan], targets=[find_gpu(name) for name in gpus])
     if isinstance(entry, MemestError):
         raise entry
     return entry
 
 
-def _grid_label(plan: TrainingPlan) -> str:
-    adapter = " QLoRA" if plan.use_qlora else " LoRA" if plan.use_lora else ""
-    return f"{plan.model_name} {plan.precision}{adapter}"
+def _model_label(plans: Sequence[TrainingPlan]) -> str:
+    plan = plans[0]
+    label = f"{plan.model_name} {plan.precision}"
+    if plan.uses_adapters:
+        label += " QLoRA" if plan.use_qlora else " LoRA"
+    return label
 
 
-def _group(
+def _explore_group(
     plans: Sequence[TrainingPlan], *, targets: Sequence[Gpu]
 ) -> list[Explored | MemestError]:
     """Return the entry of each of `plans` for the GPUs `targets`, or the plan's error. The plans
@@ -504,7 +521,7 @@ def _group(
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
     sizes = _progression(batches)
     chips = {gpu.chip: RelatedPlans(gpu, sizes, batches) for gpu in reversed(targets)}
-    return [result_or_error(_point, plan, chips, targets) for plan in plans]
+    return [result_or_error(_explore_plan, plan, chips, targets) for plan in plans]
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
@@ -516,15 +533,17 @@ def _progression(batches: Sequence[int]) -> Sequence[int]:
     return range(step, sizes[-1] + 1, step) if len(sizes) > 4 else batches
 
 
-def _point(
+def _explore_plan(
     plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]", targets: Sequence[Gpu]
 ) -> Explored:
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    results = list(trials(plan, targets, lambda gpu: traced[gpu.chip]))
-    verdicts = {gpu.name: trial.verdict for gpu, trial in results}
-    first_trial = results[0][1]
+    trial_by_gpu = {
+        gpu.name: trial for gpu, trial in trials(plan, targets, lambda g: traced[g.chip])
+    }
+    verdicts = {name: trial.verdict for name, trial in trial_by_gpu.items()}
+    first_trial = trial_by_gpu[targets[0].name]
     unlimited = first_trial.scenarios[0].unlimited
     terms = peak_terms(first_trial.traced, plan.accumulate_grad_batches, unlimited)
     return point_of(plan, terms, unlimited.peak_reserved_bytes, unlimited.rows, verdicts)
@@ -557,10 +576,10 @@ def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
     """Sum `terms`, report rows of a peak, by `KINDS`. Return ({kind: bytes}, {kind:
     explanation})."""
     kinds = dict.fromkeys(KINDS, 0)
-    texts: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
+    texts: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}  # (bytes, text)
     for term in terms:
         kind = term.kind if term.kind in kinds else "rest"
         kinds[kind] += term.num_bytes
         texts[kind].append((term.num_bytes, term.arithmetic if kind != "rest" else term.kind))
-    largest = {k: sorted(rows, reverse=True)[:2] for k, rows in texts.items()}
-    return kinds, {k: "; ".join(text for _, text in rows) for k, rows in largest.items()}
+    two_largest = {kind: sorted(rows, reverse=True)[:2] for kind, rows in texts.items()}
+    return kinds, {kind: "; ".join(text for _, text in rows) for kind, rows in two_largest.items()}

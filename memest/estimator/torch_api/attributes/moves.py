@@ -245,13 +245,9 @@ def _dtype_of(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dtype if isinstance(dtype, torch.dtype) else tensor.dtype
 
 
-# Host parameters without data, so that they can move to the GPU.
-#
-# `Module.to` replaces a parameter's data, which torch rejects between a real and a meta tensor.
-
-
 def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
-    """Make new host parameters meta tensors without data, and let `Module.to` move them."""
+    """Make new host parameters meta tensors without data, and let `Module.to` move them. It
+    replaces the data of a parameter, which torch rejects between a real and a meta tensor."""
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:

@@ -86,8 +86,6 @@ class Checkpoints:
         uncached = unpickler._get_allowed_globals.__wrapped__
         patches.set(unpickler, "_get_allowed_globals", uncached)
 
-    # --- writing
-
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return (function, arguments) from which pickle rebuilds `tensor`, which has no data. They
         have its values if these are known, else a placeholder: one zero, with strides of 0."""
@@ -115,8 +113,6 @@ class Checkpoints:
             with _disable_current_modes():
                 memo[key] = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
         return memo[key]
-
-    # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `load`, the original `torch.load`, on the file `f`. Use `mmap=True` if `f` is the
@@ -188,8 +184,6 @@ class Checkpoints:
             return
         with memory.lock:
             memory.allocate(tensor, mode.attribution.site(op_name), memory.kind)
-
-    # --- copying
 
     def copied(self, storage: Any) -> Any:
         """Return a copy of `storage`, which has no data; its known values are copied too."""
