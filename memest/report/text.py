@@ -227,7 +227,7 @@ def tokens_of(plan: Mapping[str, Any]) -> str:
 
 def _host_note(report: SimulatedReport) -> str:
     if report.is_script:
-        return "host memory of the script's CPU tensors"
+        return "host memory of weights and other large CPU tensors"
     verdict = report.host_verdict
     note = "of all GPUs of the node" if report.host_terms else "paged optimizer state"
     if verdict is None:

@@ -445,3 +445,22 @@ def test_an_optimizer_that_was_made_before_the_block_counts_alone() -> None:
             optimizer.step()
 
     assert gpu.num_steps == 3
+
+
+def step_by_a_closure() -> None:
+    model = nn.Linear(1024, 1024, bias=False, device="cuda")
+
+    def closure() -> float:
+        loss = model(torch.ones(8, 1024, device="cuda")).sum()
+        loss.backward()
+        return loss.item()
+
+    torch.optim.SGD(model.parameters()).step(closure)
+
+
+def test_gradients_that_a_closure_makes_are_gradients_of_a_freed_model() -> None:
+    """skorch steps so, in a search over its parameters."""
+    with memest.virtual_gpu() as gpu:
+        step_by_a_closure()
+
+    assert {row.name: row.num_bytes for row in gpu.report().terms}["grads"] == 4 * MIB
