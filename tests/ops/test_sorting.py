@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import memest
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.sorting import sort_bytes
 from memest.estimator.ops.temporaries import Scratch
+from memest.units import MIB
 from tests.op_calls import H100, H200, laid_out, meta, requested, requests, scratch, workspaces
 
 aten = torch.ops.aten
@@ -38,6 +40,21 @@ def test_only_a_scan_of_one_row_needs_storage() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert scratch(aten.cumsum.default, meta(4, 9, dtype=torch.bool), -1).after == (36 * 8,)
+
+
+def test_scans_write_to_a_given_tensor() -> None:
+    """PyTorch Geometric's `cumsum` writes behind a zero; ScanKernels.cpp: `contiguous_out_arg`."""
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        counts = torch.ones(262_144, dtype=torch.int64, device="cuda")
+        sums, every_other = counts.new_zeros(len(counts) + 1), counts.new_zeros(len(counts), 2)
+        before = torch.cuda.memory_allocated()
+        torch.cumsum(counts, 0, out=sums[1:])
+        assert torch.cuda.max_memory_allocated() - before < MIB  # CUB's
+        torch.cumsum(counts, 0, out=every_other[:, 0])
+        assert 0 < torch.cuda.max_memory_allocated() - before - counts.nbytes < MIB
+        counts.cumsum_(0)
+
+    assert not gpu.report().coverage["unmodelled"]
 
 
 def test_logarithms_of_running_sums_copy_what_is_not_contiguous() -> None:

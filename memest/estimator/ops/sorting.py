@@ -113,15 +113,15 @@ def topk(c: KernelCall) -> Events:
 
 
 def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return (bytes of a copy of the scanned input as `dtype`, True if the input is a single row).
-    The bytes are () if the input is contiguous and of `dtype`."""
-    tensor: Tensor = c.self
-    is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
-    cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
-    return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[c.dim] > 0
+    """Return (bytes of copies, True if the input is a single row). Copied are a result that is not
+    contiguous (`contiguous_out_arg`), and an input that is not, or is not of `dtype`."""
+    x: Tensor = c.self
+    cast = () if x.dtype == dtype and x.is_contiguous() else (x.numel() * dtype.itemsize,)
+    result = () if c.out is None or c.out.is_contiguous() else (c.out.nbytes,)
+    return (*result, *cast), x.dim() > 0 and x.numel() == x.shape[c.dim] > 0
 
 
-@registry.requests("cumprod")
+@registry.requests("cumprod cumprod_ cumprod.out")
 def cumprod(c: KernelCall) -> Scratch:
     """Allocations of `scan_dim` (ScanUtils.cuh): a cast input; for a single row, a scan."""
     cast, is_row = _scanned(c, c.out.dtype)
@@ -129,7 +129,7 @@ def cumprod(c: KernelCall) -> Scratch:
     return Scratch(after=(*cast, scan) if is_row else cast)
 
 
-@registry.requests("cumsum")
+@registry.requests("cumsum cumsum_ cumsum.out")
 def cumsum(c: KernelCall) -> Scratch:
     """Allocations of `cumsum` (ScanKernels.cpp): a cast input; for a single row, a scan.
 
