@@ -192,28 +192,20 @@ def fit(task: Task) -> None:
     if plan.val_check_interval is not None:
         interval = {"val_check_interval": plan.val_check_interval, "check_val_every_n_epoch": None}
     trainer = L.Trainer(
-        accelerator=job.accelerator,
-        devices=plan.devices,
-        num_nodes=plan.num_nodes,
+        accelerator=job.accelerator, devices=plan.devices, num_nodes=plan.num_nodes,
         precision=precision,
         strategy=make_strategy(plan, module.model),
         plugins=[OneProcess(job.rank, plan.devices)] if job.is_alone else None,
         accumulate_grad_batches=plan.accumulate_grad_batches,
         gradient_clip_val=plan.gradient_clip_val,
         gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,
-        max_epochs=1,
-        max_steps=plan.steps,
-        limit_train_batches=num_batches,
-        limit_val_batches=plan.limit_val_batches,
+        max_epochs=1, max_steps=plan.steps,
+        limit_train_batches=num_batches, limit_val_batches=plan.limit_val_batches,
         num_sanity_val_steps=NUM_SANITY_STEPS if plan.validates else 0,
-        callbacks=[_Messenger(job.listener)],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[_Messenger(job.listener)], use_distributed_sampler=False, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         **interval,
-    )
+    )  # fmt: skip
     trainer.fit(module, _numbers(num_batches), _numbers(plan.limit_val_batches))
 
 

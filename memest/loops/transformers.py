@@ -134,17 +134,9 @@ def _arguments(plan: TrainingPlan) -> dict[str, Any]:
         options["eval_strategy"] = "steps"
         options["eval_steps"] = interval // plan.accumulate_grad_batches
     return {
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": plan.accumulate_grad_batches,
-        "max_steps": plan.steps,
-        "bf16": plan.precision == "bf16-mixed",
-        "fp16": plan.precision == "16-mixed",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "log_level": "error",
-        **_optimizer(plan),
-        **options,
-        **dict(plan.trainer_options),
-    }
+        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": plan.accumulate_grad_batches, "max_steps": plan.steps,
+        "bf16": plan.precision == "bf16-mixed", "fp16": plan.precision == "16-mixed",
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error",
+        **_optimizer(plan), **options, **dict(plan.trainer_options),
+    }  # fmt: skip

@@ -269,10 +269,7 @@ class GuessedValues:
         Return None if there is no guess, or if `func` is not a read such as `item`. A guessed
         boolean is returned only if it tests a mask that has selected elements."""
         value = self.value_of(tensor)
-        if value is None or func not in (
-            aten._local_scalar_dense.default,
-            aten.is_nonzero.default,
-        ):
+        if value is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
             return None
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
             if not self._selections.follows(tensor):

@@ -293,7 +293,9 @@ class HostTensors:
             return self._pin(self.run(func, args, {**kwargs, "pin_memory": False}))
         if self.rng.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
             self.rng.settle()
-        if func in _FACTORIES or _has_large_floats(args):
+        tensors = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
+        in_float32 = sum(t.numel() * 4 for t in tensors)
+        if func in _FACTORIES or in_float32 >= VIRTUAL_HOST_BYTES:
             result = self._without_data(func, args, kwargs)
             if result is not None:
                 return result
@@ -358,13 +360,6 @@ def _ones_like(tensor: Tensor) -> Tensor:
     """Return ones in place of a tensor without data; any other tensor unchanged."""
     ones = torch.ones((), dtype=tensor.dtype, device=CPU)
     return ones.expand(tensor.shape) if is_meta(tensor) else tensor
-
-
-def _has_large_floats(args: Args) -> bool:
-    """Return whether all float and uint8 tensors of `args` together would take at least 1 MiB in
-    float32."""
-    tensors = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
-    return sum(t.numel() * 4 for t in tensors) >= VIRTUAL_HOST_BYTES
 
 
 def _as_meta(value: Any) -> Any:

@@ -122,11 +122,6 @@ class Gpu:
         return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
 
     @property
-    def sm_share(self) -> float:
-        """Share (0 to 1) of the whole GPU's multiprocessors that a MIG instance has; else 1."""
-        return self.num_sms / _catalogue()[self.whole].num_sms if self.whole else 1.0
-
-    @property
     def limit_bytes(self) -> int:
         """Bytes that the caching allocator can reserve before `cudaMalloc` fails."""
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)

@@ -146,11 +146,6 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
     return _coo(new_indices, sums, tensor.shape, is_coalesced=True)
 
 
-def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
-    is_one = _parts(tensor)[0].size(1) < 2
-    return tensor if is_one or _is_coalesced(tensor) else _coalesce(mode, tensor)
-
-
 @on_sparse("clone")
 def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
     """Return a copy of a sparse tensor; a gradient that autograd accumulates is not copied. On a
@@ -262,7 +257,8 @@ def _addmm(
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
     result = filled(mode, dense.new_empty((num_rows, num_columns)))
-    sparse = _coalesced(mode, sparse)
+    if _parts(sparse)[0].size(1) > 1 and not _is_coalesced(sparse):
+        sparse = _coalesce(mode, sparse)
     indices, values = _parts(sparse)
     num_entries = indices.size(1)
     starts = indices.new_empty(num_rows + 1, dtype=torch.int32)

@@ -66,24 +66,17 @@ class Largest:
         """Return JSON values, with `value` as `max_batch_size` or `max_seq_len` (None: none
         fits)."""
         return {
-            "schema": SCHEMA,
-            "name": self.plan.label,
-            "gpu": self.gpu,
-            f"max_{self.key}": self.value,
-            "fits": self.value is not None,
+            "schema": SCHEMA, "name": self.plan.label, "gpu": self.gpu,
+            f"max_{self.key}": self.value, "fits": self.value is not None,
             "limit_bytes": self.verdict.limit_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
-            "needs_bytes": self.verdict.needs_bytes,
-            "margin_bytes": self.verdict.margin_bytes,
+            "needs_bytes": self.verdict.needs_bytes, "margin_bytes": self.verdict.margin_bytes,
             "is_tight": self.verdict.is_tight,
-            "next_needs_bytes": self.next_needs_bytes,
-            "next_oom_at": self.at,
-            "ceiling": self.ceiling,
-            "num_traces": self.num_traces,
-            "elapsed_s": round(self.elapsed_s, 3),
-            "plan": self.plan.to_dict(),
-        }
+            "next_needs_bytes": self.next_needs_bytes, "next_oom_at": self.at,
+            "ceiling": self.ceiling, "num_traces": self.num_traces,
+            "elapsed_s": round(self.elapsed_s, 3), "plan": self.plan.to_dict(),
+        }  # fmt: skip
 
 
 def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:

@@ -519,18 +519,11 @@ def _explore_group(
     from memest.estimator.search.related_plans import RelatedPlans
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
-    sizes = _progression(batches)
+    above = sorted(set(batches) - {1})  # more than four: multiples of their divisor
+    step = math.gcd(*above) if above else 1
+    sizes = range(step, above[-1] + 1, step) if len(above) > 4 else batches
     chips = {gpu.chip: RelatedPlans(gpu, sizes, batches) for gpu in reversed(targets)}
     return [result_or_error(_explore_plan, plan, chips, targets) for plan in plans]
-
-
-def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Return the batch sizes for which interpolations are prepared, which include all `batches`
-    above 1. For up to four sizes above 1, return `batches`. For more, return the multiples of their
-    greatest common divisor. For example, 4, 8, 16, 32 and 64 give 4, 8, 12 and so on, up to 64."""
-    sizes = sorted(set(batches) - {1})
-    step = math.gcd(*sizes) if sizes else 1
-    return range(step, sizes[-1] + 1, step) if len(sizes) > 4 else batches
 
 
 def _explore_plan(

@@ -35,8 +35,8 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
         return CPU if key in placement.host_storages else META
 
     patches.set(Tensor, "device", property(device))
-    for kind in ("cuda", "meta", "cpu"):
-        patches.set(Tensor, f"is_{kind}", property(partial(_is_on, kind)))
+    for kind in ("cuda", "meta", "cpu"):  # a subclass may have a device of its own
+        patches.set(Tensor, f"is_{kind}", property(partial(lambda k, t: t.device.type == k, kind)))
     patches.set(Tensor, "get_device", lambda t: GPU.device.index if t.is_cuda else -1)
     if hasattr(Tensor, "rename"):  # torch 2.13 has none
 
@@ -62,10 +62,6 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
         return make(cls, *args, **kwargs)
 
     _install_storages(patches, mode)
-
-
-def _is_on(kind: str, tensor: Tensor) -> bool:
-    return tensor.device.type == kind  # a subclass may have a device of its own
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
