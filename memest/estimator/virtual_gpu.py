@@ -23,7 +23,7 @@ from memest.errors import MemestError, UnsupportedError
 from memest.estimator import integrations
 from memest.estimator.allocator.settings import AllocatorSettings, settings_from
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
-from memest.estimator.gpu import processes
+from memest.estimator.gpu import branches, processes
 from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
@@ -92,6 +92,7 @@ class VirtualGpu:
         self.num_steps = 0
         self._has_backward = False  # a backward ran since the last step
         self._has_stepped = False  # hooks of weights took steps in the running backward
+        self._optimizers: set[int] = set()  # ids of those that took part in the last counted step
         usable = gpu.limit_bytes - rank.communicator_bytes
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, gpu_bytes=gpu.limit_bytes
@@ -101,6 +102,7 @@ class VirtualGpu:
         self.allocator.use_late(lambda: self._settings(settings))
         lines = lines or ScriptLines(roots)
         self.guesses = Guesses(is_strict, lines.current)
+        self.guesses.loops = branches.WaitingLoops(lambda: self.allocator.total_bytes)
         self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
         self.mode.rank = rank
         self._own_steps = OwnSteps(self.mode, self._count_own_step)
@@ -166,6 +168,7 @@ class VirtualGpu:
         install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
+        branches.install(patches, mode.notes)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
         self._own_steps.install(patches)
         mode.host.rng.install(patches)
@@ -246,8 +249,7 @@ class VirtualGpu:
             values = (*args, kwargs.get("closure"))
             mode.attribution.has_closure = any(a is not None and a is not optimizer for a in values)
             # A closure runs forward and backward within the step; hooks step within a backward.
-            is_group = mode.work.is_in_engine and not self._has_backward
-            if not (mode.attribution.has_closure or is_group or _in_backward()):
+            if not (mode.attribution.has_closure or self._is_part(optimizer) or _in_backward()):
                 mode.memory.log.mark("before_optimizer_step")
             mode.attribution.has_started = True
 
@@ -258,16 +260,23 @@ class VirtualGpu:
             mode.attribution.label_optimizer(optimizer, with_grads=False)
             num_params, has_backward = len(_grads_of(optimizer)), self._has_backward
             mode.work.stepped(id(optimizer), num_params, has_backward=has_backward)
-            self._has_backward = False
+            is_part, self._has_backward = self._is_part(optimizer), False
             if _in_backward():  # by a hook of each weight: one step, which ends with the backward
                 self._has_stepped = True
                 return
             optimizers[threading.get_ident()] = weakref.ref(optimizer)
-            if has_backward or not mode.work.is_in_engine:  # else a step of another parameter group
+            self._optimizers = self._optimizers | {id(optimizer)} if is_part else {id(optimizer)}
+            if not is_part:
                 self._count_step()
 
         self._stack.callback(register_optimizer_step_pre_hook(pre_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(post_step).remove)
+
+    def _is_part(self, optimizer: Any) -> bool:
+        """Return whether the step of `optimizer` belongs to the last counted step: no backward ran
+        since. It is another optimizer, or another parameter group of DeepSpeed's engine."""
+        is_other = bool(self._optimizers) and id(optimizer) not in self._optimizers
+        return not self._has_backward and (self.mode.work.is_in_engine or is_other)
 
     def _count_step(self) -> None:
         """Count an optimizer step; raise `StepLimit` after `max_steps`."""
@@ -289,6 +298,7 @@ class VirtualGpu:
 
     def _after_backward(self, outputs: Any) -> None:
         self._has_backward = True
+        self.guesses.loops.steady.clear()
         self._own_steps.follow(outputs)
         if self._has_stepped:
             self._has_stepped = False

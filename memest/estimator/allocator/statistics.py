@@ -68,6 +68,11 @@ class CountingAllocator(CachingAllocator):
         self._retries_forgotten = 0
         self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all requests so far, rounded up to blocks."""
+        return self._stats["allocated_bytes"][0].allocated
+
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Serve and count a request; see `CachingAllocator.malloc`."""
         history = self.history

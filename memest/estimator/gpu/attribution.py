@@ -17,7 +17,7 @@ from memest.estimator.gpu.history import History
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.messages import refusal
 from memest.estimator.tensors.lines import ScriptLines
-from memest.estimator.tensors.placement import is_meta, local_part, storage_key
+from memest.estimator.tensors.placement import is_meta, local_part, storage_key, tensors_in
 from memest.estimator.tensors.storages import MemKind, Site
 
 
@@ -265,8 +265,8 @@ class Attribution:
                 self._label_parameter(parameter, owner_of(parameter), with_grads=has_grad)
         if not with_grads:
             for parameter, state in optimizer.state.items():
-                for tensor in state.values() if isinstance(state, dict) else ():
-                    if isinstance(tensor, Tensor) and is_meta(tensor):
+                for tensor in tensors_in(state.values() if isinstance(state, dict) else ()):
+                    if is_meta(tensor):
                         self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
 
     def label_models(self) -> None:

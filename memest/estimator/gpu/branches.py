@@ -1,7 +1,8 @@
 """Values for unknown branch conditions, so that no code raises and every loop ends.
 
 A guess is inverted if the code raises on it. A loop that waits for an unknown value runs `ROUNDS`
-times, like the loop of an adaptive solver. The second round takes the other branches.
+times, like the loop of an adaptive solver. The second round takes the other branches. A loop that
+an unknown value may end before its last round ends after `STEADY_ROUNDS` alike rounds.
 """
 
 import ast
@@ -9,15 +10,18 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
+from torch.optim import lbfgs
 
 from memest.estimator.tensors.lines import Notes
+from memest.estimator.tensors.patches import Patches
 
 _FOREIGN = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
@@ -25,18 +29,35 @@ _FOREIGN = tuple(
 _BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
 _ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
 ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimizer steps
+STEADY_ROUNDS = 64  # rounds of a loop that allocate the same bytes each, before it ends early
+
+
+def install(patches: Patches, notes: Notes) -> None:
+    """Make line searches of `torch.optim.LBFGS` end with their first step, by `patches`, and add a
+    note to `notes`. Whether they end depends on unknown values. Most first steps of a quasi-Newton
+    method are accepted (Nocedal and Wright, Numerical Optimization, 2006, section 6.1)."""
+
+    @patches.wrap(lbfgs, "_strong_wolfe")
+    def search(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        notes.add("line searches of L-BFGS are assumed to end with their first step")
+        return original(*args, **(kwargs | {"max_ls": 0}))
 
 
 class WaitingLoops:
     """Counter of the rounds of loops that wait for an unknown value, which also ends such loops. A
-    loop is identified by its running frame and its lines."""
+    loop is identified by its running frame and its lines. `total_bytes` sums all requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, total_bytes: Callable[[], int] = lambda: 0) -> None:
         self._rounds: dict[tuple[int, range], int] = {}
+        self.steady: dict[tuple[int, int], tuple[int, int, int]] = {}
+        """(frame, line) -> (alike rounds, total bytes, bytes of a round), since a backward."""
+
+        self._total_bytes = total_bytes
 
     def clear(self) -> None:
         """Set all counts of rounds to 0, after an optimizer step: the script makes progress."""
         self._rounds.clear()
+        self.steady.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
         """Return a value for the unknown condition that the script is reading: `guess` or its
@@ -47,7 +68,8 @@ class WaitingLoops:
         - A condition in the body of a loop, or in a function that the body calls, gets `guess` in
           the first round. In the second round it gets the opposite, so that the other branch of an
           `if` runs too. In later rounds `guess` and the opposite alternate.
-        - A condition outside of loops gets `guess`.
+        - A condition outside of loops gets `guess`. If `if CONDITION: break` ends another loop, the
+          opposite ends it after `STEADY_ROUNDS` rounds that allocate the same bytes each.
 
         The last two rules have an exception, for a condition such as that of an `assert`. If the
         code raises at once on the value, and not on the opposite, the condition gets the opposite.
@@ -57,6 +79,9 @@ class WaitingLoops:
             return guess
         if loop is not None:
             return self._waiting_condition(guess, frame, loop, notes)
+        if self._is_steady(frame):
+            notes.add(f"{_waits(frame)}: ended after {STEADY_ROUNDS} rounds of equal memory")
+            return not guess
         if self._rounds and self._takes_other_way(frame):
             guess = not guess
         raises = _values_that_raise(frame.f_code, frame.f_lasti)
@@ -78,11 +103,19 @@ class WaitingLoops:
             self._rounds[key] = rounds + 1
             return guess
         del self._rounds[key]
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        notes.add(
-            f"{line} waits for an unknown value: each loop is assumed to end after {ROUNDS} rounds"
-        )
+        notes.add(f"{_waits(frame)}: each loop is assumed to end after {ROUNDS} rounds")
         return not guess
+
+    def _is_steady(self, frame: FrameType) -> bool:
+        """Return whether the condition that `frame` reads may end a loop, and the last rounds of
+        the loop allocated the same bytes each."""
+        if frame.f_lineno not in _early_exits(frame.f_code.co_filename):
+            return False
+        key, now = (id(frame), frame.f_lineno), self._total_bytes()
+        rounds, total, size = self.steady.get(key, (0, 0, 0))
+        rounds = rounds + 1 if now - total == size else 0
+        self.steady[key] = rounds, now, now - total
+        return rounds >= STEADY_ROUNDS
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
         """Return whether `frame` or a caller is in the second (or any even) round of a loop."""
@@ -113,13 +146,25 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 def _conditions(file: str) -> tuple[tuple[range, range], ...]:
     """Return (lines of the condition, lines of the loop) for `while` loops in `file` that end by
     this condition only. Those with another exit, such as a maximum of rounds, are left out."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ()
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    loops = [node for node in _nodes(file) if isinstance(node, ast.While)]
     pairs = [(_only_condition(loop), loop) for loop in loops]
     return tuple((_lines(test), _lines(loop)) for test, loop in pairs if test is not None)
+
+
+@cache
+def _early_exits(file: str) -> frozenset[int]:
+    """Return the lines in `file` of each condition of a `break` or `return` in a loop."""
+    loops = (node for node in _nodes(file) if isinstance(node, ast.For | ast.While))
+    inner = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.If))
+    ends = (node for node in inner if isinstance(node.body[-1], ast.Break | ast.Return))
+    return frozenset(line for node in ends for line in _lines(node.test))
+
+
+def _nodes(file: str) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return []
 
 
 def _only_condition(loop: ast.While) -> ast.expr | None:
@@ -140,6 +185,10 @@ def _exits(body: Iterable[ast.AST], is_nested: bool = False) -> Iterator[ast.AST
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             inner = is_nested or isinstance(node, ast.While | ast.For | ast.AsyncFor)
             yield from _exits(ast.iter_child_nodes(node), inner)
+
+
+def _waits(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} waits for an unknown value"
 
 
 def _lines(node: ast.expr | ast.stmt) -> range:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memest
+from memest.estimator.gpu.branches import STEADY_ROUNDS
 
 LOOPS = """
 import torch
@@ -38,6 +39,16 @@ def retry_at_most(x, limit):
             break
         if rounds == limit:
             return rounds
+
+def solve(x, most, grows):
+    kept = []
+    for rounds in range(1, most + 1):
+        y = x * 2
+        if grows:
+            kept.append(torch.ones(1000 * rounds, device="cuda"))
+        if rounds > 9 and y.mean() < 0.3:
+            break
+    return rounds
 
 def integrate(x, end):
     '''An adaptive step is refused as long as its error is too large.'''
@@ -81,6 +92,47 @@ def test_a_loop_that_waits_for_an_unknown_value_runs_twice(loops: ModuleType) ->
 def test_a_loop_with_a_largest_number_of_rounds_runs_as_many(loops: ModuleType) -> None:
     with memest.virtual_gpu("h100-80gb"):
         assert loops.retry_at_most(unknown(), 7) == 7
+
+
+def test_a_loop_with_a_largest_number_of_rounds_ends_when_its_memory_stays_the_same(
+    loops: ModuleType,
+) -> None:
+    """The solver of conjugate gradients reads its residual in each round but the first."""
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        x = unknown()
+        assert loops.solve(x, 1000, grows=False) == 10 + 1 + STEADY_ROUNDS
+        assert loops.solve(x, 100, grows=True) == 100
+        assert loops.solve(x, 50, grows=False) == 50
+
+    assert gpu.report().notes[-1:] == (
+        "waiting.py:35 waits for an unknown value: ended after 64 rounds of equal memory",
+    )
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_adds_to_its_history_in_each_iteration(search: str | None) -> None:
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        layer = torch.nn.Linear(1000, 1000, device="cuda")
+        x = torch.randn(10, 1000, device="cuda")
+        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=5, line_search_fn=search)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        state = optimizer.state[layer.weight]
+
+    assert len(state["old_dirs"]) == len(state["old_stps"]) == 2 * 5 - 1
+    kinds = {row.name: row.num_bytes for row in gpu.report().terms}
+    assert kinds["optimizer"] > 2 * 8 * 4 * 1000 * 1001
+    has_note = (
+        "line searches of L-BFGS are assumed to end with their first step" in gpu.report().notes
+    )
+    assert has_note == (search is not None)
 
 
 def test_a_loop_on_a_known_value_takes_both_ways(loops: ModuleType) -> None:

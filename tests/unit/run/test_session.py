@@ -261,6 +261,25 @@ def test_optimizers_in_hooks_of_the_weights_step_once_a_backward() -> None:
     assert [step.step for step in gpu.report().steps] == [0, 1]
 
 
+def test_optimizers_that_step_after_one_backward_take_one_step() -> None:
+    """Muon for matrices and AdamW for the rest; Pyro has an optimizer for each parameter."""
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+        optimizers = [torch.optim.Adam(layer.parameters()) for layer in layers]
+        for _ in range(3):
+            layers(torch.randn(8, 64, device="cuda")).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert gpu.num_steps == 3
+        for optimizer in optimizers * 2:  # with gradients of the script
+            optimizer.step()
+        assert gpu.num_steps == 3 + 2
+        for optimizer in optimizers:  # as a GAN
+            layers(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+        assert gpu.num_steps == 5 + 2
+
+
 def test_a_step_limit_stays_one_whatever_cleaning_up_after_it_raises() -> None:
     def train_and_clean_up() -> None:
         try:
