@@ -1,8 +1,7 @@
 """Values for unknown branch conditions, so that no code raises and every loop ends.
 
 A guess is inverted if the code raises on it. A loop that waits for an unknown value runs `ROUNDS`
-times, like the loop of an adaptive solver. The second round takes the other branches. A loop that
-an unknown value may end before its last round ends after `STEADY_ROUNDS` alike rounds.
+times, like the loop of an adaptive solver. The second round takes the other branches.
 """
 
 import ast
@@ -33,9 +32,8 @@ STEADY_ROUNDS = 64  # rounds of a loop that allocate the same bytes each, before
 
 
 def install(patches: Patches, notes: Notes) -> None:
-    """Make line searches of `torch.optim.LBFGS` end with their first step, by `patches`, and add a
-    note to `notes`. Whether they end depends on unknown values. Most first steps of a quasi-Newton
-    method are accepted (Nocedal and Wright, Numerical Optimization, 2006, section 6.1)."""
+    """Make line searches of `torch.optim.LBFGS` end with their first step, which is accepted mostly
+    (Nocedal and Wright, Numerical Optimization, 2006, section 6.1), and add a note to `notes`."""
 
     @patches.wrap(lbfgs, "_strong_wolfe")
     def search(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +105,7 @@ class WaitingLoops:
         return not guess
 
     def _is_steady(self, frame: FrameType) -> bool:
-        """Return whether the condition that `frame` reads may end a loop, and the last rounds of
-        the loop allocated the same bytes each."""
+        """Return whether a loop that the condition in `frame` may end had only alike rounds."""
         if frame.f_lineno not in _early_exits(frame.f_code.co_filename):
             return False
         key, now = (id(frame), frame.f_lineno), self._total_bytes()

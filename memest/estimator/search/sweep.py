@@ -520,8 +520,7 @@ def _explore_group(
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
     above = sorted(set(batches) - {1})  # more than four: multiples of their divisor
-    step = math.gcd(*above) if above else 1
-    sizes = range(step, above[-1] + 1, step) if len(above) > 4 else batches
+    sizes = batches if len(above) < 5 else range(step := math.gcd(*above), above[-1] + 1, step)
     chips = {gpu.chip: RelatedPlans(gpu, sizes, batches) for gpu in reversed(targets)}
     return [result_or_error(_explore_plan, plan, chips, targets) for plan in plans]
 
