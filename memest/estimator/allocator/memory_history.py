@@ -213,9 +213,7 @@ def segment_of(
     in_use = [entry for entry in blocks if entry["state"] != "inactive"]
     allocated = [entry for entry in in_use if entry["state"] == "active_allocated"]
     return {
-        "device": 0,
-        "address": first.address,
-        "total_size": num_bytes,
+        "device": 0, "address": first.address, "total_size": num_bytes,
         "allocated_size": sum(entry["size"] for entry in allocated),
         "active_size": sum(entry["size"] for entry in in_use),
         "requested_size": sum(entry["requested_size"] for entry in in_use),
@@ -225,4 +223,4 @@ def segment_of(
         "is_expandable": is_expandable,
         "frames": [] if history is None else history.frames_of_segment(first.address),
         "blocks": blocks,
-    }
+    }  # fmt: skip
