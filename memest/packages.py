@@ -1,9 +1,11 @@
 """Packages that only some commands need, and the command that installs each."""
 
 import importlib.util
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,9 +47,17 @@ def require(*packages: str) -> None:
 
 
 def is_in_packages(path: str | Path) -> bool:
-    """Return whether `path` is inside a folder of installed packages: `site-packages`, or
-    `dist-packages` of Debian's Python."""
-    return not _FOLDERS.isdisjoint(Path(path).parts)
+    """Return whether `path` is inside a folder of installed packages: `site-packages`,
+    `dist-packages` of Debian's Python, or a folder on `sys.path` made by `pip install --target`."""
+    folders = (str(path), *map(str, Path(path).parents))
+    return not _FOLDERS.isdisjoint(Path(path).parts) or any(
+        folder in sys.path and _has_metadata(folder) for folder in folders
+    )
+
+
+@cache
+def _has_metadata(folder: str) -> bool:
+    return any(Path(folder).glob("*.dist-info"))
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:
@@ -80,14 +90,13 @@ def with_nvml(read: Callable[[Any], T]) -> T | None:
         import pynvml
     except ImportError:
         return None
-    try:
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         try:
             return read(pynvml)
         finally:
             pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
+    return None
 
 
 def is_installed(package: str) -> bool:

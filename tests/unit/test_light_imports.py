@@ -227,3 +227,14 @@ def test_code_of_installed_packages_is_not_the_users(name: str, tmp_path: Path) 
     assert is_in_packages(script)
     assert not is_in_packages(tmp_path)
     assert find_script(str(script), ()).roots == (folder,)
+
+
+def test_code_below_the_target_of_pip_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library-1.0.dist-info").mkdir()
+
+    assert not is_in_packages(tmp_path / "library" / "model.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_in_packages(tmp_path / "library" / "model.py")
+    assert is_in_packages(tmp_path)
