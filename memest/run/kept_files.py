@@ -65,15 +65,6 @@ class KeptFiles:
         if flags & (os.O_WRONLY | os.O_RDWR) and not fails and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
-    def truncated(self, path: Any, length: int) -> None:
-        """Move the file at `path` aside before `os.truncate` cuts it to `length` bytes."""
-        self.opened(path, "a")
-
-    def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Move the file `f` aside, if it is a path, before `torch.save` writes `obj` to it."""
-        if isinstance(f, str | os.PathLike):
-            self.opened(f, "w")
-
     def removed(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
         """Move the file at `path`, or all files in that folder, aside before a deletion. Do nothing
         with `dir_fd`, an open folder to which `path` is relative."""
@@ -184,10 +175,8 @@ class KeptFiles:
                 os.replace(kept_path, path)
             except OSError as error:
                 is_done = False
-                reason = error.strerror or repr(error)
-                sys.stderr.write(
-                    f"warning: `{path}` is not put back, but in `{kept_path}`: {reason}\n"
-                )
+                text = f"warning: `{path}` is not put back, but in `{kept_path}`"
+                sys.stderr.write(f"{text}: {error.strerror or repr(error)}\n")
         if is_done:  # else the next run tries again
             shutil.rmtree(self.journal, ignore_errors=True)
 
@@ -213,9 +202,11 @@ def kept_files() -> Iterator[KeptFiles]:
     patches = Patches()
     for owner, names, hook in (
         (builtins, ("open",), files.opened), (io, ("open",), files.opened),
-        (os, ("open",), files.opened_by_flags), (os, ("truncate",), files.truncated),
+        (os, ("open",), files.opened_by_flags),
+        (os, ("truncate",), lambda path, length: files.opened(path, "a")),
         (os, ("remove", "unlink"), files.removed), (os, ("rename", "replace"), files.renamed),
-        (shutil, ("rmtree",), files.removed), (torch.serialization, ("save",), files.saved),
+        (shutil, ("rmtree",), files.removed),
+        (torch.serialization, ("save",), lambda obj, f, *args, **kwargs: files.opened(f, "w")),
     ):  # fmt: skip
         for name in names:
             patches.set(owner, name, _with_hook(hook, getattr(owner, name)))

@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,23 @@ def test_a_gpu_and_this_one_refuse_the_same_calls_in_the_same_words() -> None:
 )  # fmt: skip
 def test_a_number_fits_a_type_or_not(value: Any, dtype: torch.dtype, fits: bool) -> None:
     assert (not overflow(value, dtype)) is fits
+
+
+def test_indices_of_an_embedding_are_integers() -> None:
+    """torch's words on a CPU, with the type of a GPU tensor (`checkScalarTypes`)."""
+    message = "Long, Int; but got torch.cuda.FloatTensor instead"
+    with VirtualGpu(find_gpu("h200")), pytest.raises(RuntimeError, match=re.escape(message)):
+        F.embedding(ones(2), ones(3, 3))
+
+
+@pytest.mark.parametrize("call", [torch.add, torch.Tensor.mul_])
+def test_shapes_that_do_not_broadcast_are_named_as_on_a_gpu(call: Any) -> None:
+    """`infer_size` (ExpandUtils.cpp), with values that are unknown."""
+    linear = layer(nn.Linear, 4, 16)((8, 2, 4))
+    message = (
+        "The size of tensor a (16) must match the size of tensor b (3) at non-singleton dimension 2"
+    )
+    with VirtualGpu(find_gpu("h200")), torch.no_grad():
+        unknown = linear(torch.float32, torch.float32)
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            call(unknown, ones(2, 3))

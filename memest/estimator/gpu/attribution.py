@@ -258,10 +258,9 @@ class Attribution:
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
         """Set kind and module of memory of `optimizer`: of its parameters, and of their gradients
         (if `with_grads`, or a closure makes them) or of its states (if not `with_grads`)."""
-        owner_of = self.modules.owner_of
+        owner_of, has_grad = self.modules.owner_of, with_grads or self.has_closure
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                has_grad = with_grads or self.has_closure
                 self._label_parameter(parameter, owner_of(parameter), with_grads=has_grad)
         if not with_grads:
             for parameter, state in optimizer.state.items():

@@ -300,8 +300,7 @@ class GuessedValues:
             name = func._schema.name.removeprefix("aten::")
             count, longest = len(tensor), deciding[0].numel()
             text = f"{name} as {count} of {longest} elements"
-            text = f"{count} as the length of a {name}" if count > longest else text
-            self.guesses.note(text)
+            self.guesses.note(f"{count} as the length of a {name}" if count > longest else text)
             self.guesses.notes.add(EVENLY if is_guessed else LARGEST)
         if is_guessed:
             self._selections.add(deciding)

@@ -19,6 +19,9 @@ from memest.estimator.tensors.placement import GPU, tensors_in
 _FILE = "packaged/ATen/native/native_functions.yaml"
 _OF_CUDA = re.compile(r"^    [\w, ]*\bCUDA\b[\w, ]*:|^  structured", re.MULTILINE)
 _UNCHECKED = "device_check: NoCheck"
+_BROADCAST = re.compile(
+    r"Attempting to broadcast a dimension of length (\d+) at (-\d+)!.* \[(.*)\]"
+)
 
 
 @cache
@@ -64,10 +67,8 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     """Return torch's message for a failed request of `num_bytes` (`CUDACachingAllocator.cpp`)."""
     in_use_bytes = allocator.reserved_bytes + gpu.context_bytes
     cached_bytes = allocator.reserved_bytes - allocator.allocated_bytes
-    limit_bytes = allocator.limit_bytes
-    limit_text = ""
-    if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
-        limit_text = f"{_size(limit_bytes)} allowed; "
+    limit_bytes = gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
+    limit_text = f"{_size(limit_bytes)} allowed; " if limit_bytes < gpu.limit_bytes else ""
     return (
         f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
         f"GPU {GPU.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
@@ -84,11 +85,8 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
 def _size(num_bytes: int) -> str:
     if num_bytes <= 1024:
         return f"{num_bytes} bytes"
-    if num_bytes <= 1024**2:
-        return f"{num_bytes / 1024:.2f} KiB"
-    if num_bytes <= 1024**3:
-        return f"{num_bytes / 1024**2:.2f} MiB"
-    return f"{num_bytes / 1024**3:.2f} GiB"
+    power = 1 + (num_bytes > 1024**2) + (num_bytes > 1024**3)
+    return f"{num_bytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
 
 
 def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor], bool]) -> str:
@@ -123,5 +121,13 @@ def refusal(func: Any, error: Exception, where: str) -> Exception:
         return UnsupportedError(
             f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
             hint="the operator has no meta kernel; see docs/run.md for what is supported",
+        )
+    if mismatch := _BROADCAST.match(
+        str(error)
+    ):  # torch/_refs; CUDA: `infer_size` (ExpandUtils.cpp)
+        length, place, sizes = mismatch[1], int(mismatch[2]), mismatch[3].split(", ")
+        return RuntimeError(
+            f"The size of tensor a ({sizes[place]}) must match the size of tensor b ({length}) "
+            f"at non-singleton dimension {len(sizes) + place}"
         )
     return error

@@ -234,8 +234,7 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
 
 
 def _num_masked(value_of: ValueOf, args: Args) -> tuple[int, ...]:
-    _, mask, *_ = args
-    mask_value = value_of(mask)
+    mask_value = value_of(args[1])
     return () if mask_value is None else (int(mask_value.sum()),)
 
 
@@ -380,17 +379,20 @@ def _accumulates(args: Args) -> bool:
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
-# TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp
+# TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp; Embedding.cpp
+_INDICES = torch.int32, torch.int64
 _refuse_index = accepts(
-    2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"
+    2, _INDICES, "index_add_(): Expected dtype int32/int64 for index but got: {}"
 )
-_refuse_added = same_type(
-    0, 3, "index_add_(): self ({}) and source ({}) must have the same scalar type"
+_ADDED = "index_add_(): self ({}) and source ({}) must have the same scalar type"
+_refuse_added = same_type(0, 3, _ADDED)
+_MASKS = "masked_fill only supports boolean masks, but got dtype {}"
+_refuse_mask = accepts(1, (torch.bool,), _MASKS)
+_EMBEDDED = (
+    "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, "
+    "Int; but got torch.cuda.{}Tensor instead (while checking arguments for embedding)"
 )
-_refuse_mask = accepts(
-    1, (torch.bool,), "masked_fill only supports boolean masks, but got dtype {}"
-)
-
+register("embedding", refuse=accepts(1, _INDICES, _EMBEDDED))
 register("index_add index_add_", refuse=lambda c: _refuse_index(c) or _refuse_added(c))
 register("masked_fill.Scalar masked_fill_.Scalar", refuse=lambda c: _refuse_mask(c) or fits(c))
 register(

@@ -361,11 +361,6 @@ def _num_columns(right: Tensor, matrices: Tensor) -> int:
     return right.shape[-1] if right.dim() == matrices.dim() else 1
 
 
-def _solves_by_cublas(c: KernelCall) -> bool:
-    a = _shape(c.A)
-    return a.is_factored_by_cublas or not a.is_solved_in_a_loop(_num_columns(c.B, c.A))
-
-
 _row(
     "linalg_inv_ex", "a system with the identity",
     lambda c, a: around((a.square, INFO * a.n * a.batch), _lu(a) + _lu_solve(a, a.n)),
@@ -374,7 +369,8 @@ _row(
 _row(
     "_linalg_solve_ex", "LU and its solution, after result, factors, pivots, info",
     lambda c, a: _lu(a) + _lu_solve(a, _num_columns(c.out[0], c.A)),
-    calls_cublas=_solves_by_cublas,
+    calls_cublas=lambda c: (a := _shape(c.A)).is_factored_by_cublas
+    or not a.is_solved_in_a_loop(_num_columns(c.B, c.A)),
 )  # fmt: skip
 _row(
     "linalg_lu_solve", "batched cuBLAS, a loop, or two triangular systems",

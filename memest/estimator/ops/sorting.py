@@ -72,8 +72,7 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
     keys = tensor.numel() * item
     is_dense = aten.is_non_overlapping_and_dense.default(tensor)
     step = (tensor.stride() if is_dense else compute_elementwise_output_strides(tensor))[dim]
-    copies: tuple[int, ...] = (keys,) if step == 1 else (keys, keys, row)
-    copies = () if is_dense and step == 1 else copies
+    copies = () if is_dense and step == 1 else (keys, keys, row)[: 1 if step == 1 else 3]
     if count >= FEW_SEGMENTS:
         return (*copies, row, cub.segmented_sort_bytes(tensor.numel(), item))
     storage = cub.radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
