@@ -40,7 +40,7 @@ from memest.estimator.ops import collectives, strides
 from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (
     as_dtype_layout,
-    copied,
+    copy_to_host,
     is_set_to,
     to_gpu_bytes,
     to_host_bytes,
@@ -309,7 +309,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_pinned = self.host.is_pinned(source)
             waits = not (non_blocking and is_pinned)
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
-            num_bytes = to_gpu_bytes(target, source, is_waited_for=not non_blocking)
+            num_bytes = to_gpu_bytes(target, source, is_blocking=not non_blocking)
             if num_bytes:
                 self.allocate_and_free(func, num_bytes)
             if waits:  # for pageable memory
@@ -318,7 +318,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Copy a GPU tensor to the host, and return the host tensor. The host tensor gets the
-        values of the GPU tensor if they are known or guessed. The function `copied` of
+        values of the GPU tensor if they are known or guessed. The function `copy_to_host` of
         ops/copies.py makes the host tensor; its docstring has the other cases."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
@@ -331,7 +331,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             site, sizes = self.attribution.site(func), to_host_bytes(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
                 memory.free(index)
-        return copied(self, func, args, kwargs)
+        return copy_to_host(self, func, args, kwargs)
 
     def allocate_and_free(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of `func`, one after the other; `sizes` are in bytes."""

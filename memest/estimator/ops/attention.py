@@ -104,14 +104,11 @@ def _backends_in_order(call: _Call) -> tuple[SDPBackend, ...]:
 
 
 def _can_use_cudnn(call: _Call) -> bool:
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    is_deterministic = torch.get_deterministic_debug_mode() == 2  # 1 only warns
     is_in_sixteenths = call.dropout_p * 16 == math.floor(call.dropout_p * 16)
     return (
         torch._C._get_cudnn_sdp_enabled()
-        and not deterministic
+        and not is_deterministic
         and _passes_common_checks(call, SDPBackend.CUDNN_ATTENTION, *_HALF)
         and _cudnn_takes_mask(call)
         and (8, 0) <= call.gpu.capability <= _NEWEST_CAPABILITY
@@ -666,12 +663,9 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 # --------------------------------------------------------------------- flash_attn
-AMPERE = (8, 0)  # `FlashAttention only supports Ampere GPUs or newer`
-
-
 def check_gpu(gpu: Gpu) -> None:
     """Raise a `PlanError` if `gpu` is too old for the package `flash-attn`."""
-    if gpu.capability < AMPERE:
+    if gpu.capability < (8, 0):  # `FlashAttention only supports Ampere GPUs or newer`
         major, minor = gpu.capability
         raise PlanError(
             f"`{FLASH_ATTENTION_2}` needs compute capability 8.0 (Ampere) or newer, "

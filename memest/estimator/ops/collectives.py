@@ -29,13 +29,14 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     name = func._schema.name.removeprefix("c10d::")
     stream = mode.timeline.stream
     if any(map(is_meta, tensors)):
-        peer = args[2] if name in ("send", "recv_") else None
+        is_point_to_point = name in ("send", "recv_")
+        peer = args[2] if is_point_to_point else None  # argument `dst` or `src`
         group = _group(arguments.values())
         stream = mode.works.communicate(group, name, peer, _messages(func, arguments, group))
-        num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
-        mode.timeline.transfer(num_bytes, stream)
-        for tensor in tensors if peer is not None else ():
-            mode.memory.record_stream(tensor, stream)
+        mode.timeline.transfer(max(t.numel() * t.element_size() for t in tensors), stream)
+        if is_point_to_point:
+            for tensor in tensors:
+                mode.memory.record_stream(tensor, stream)
         if func is torch.ops.c10d.allgather_.default:
             _flatten(mode, args[0], func)
     if name in ("send", "recv_", "recv_any_source_"):
@@ -93,7 +94,7 @@ def _fill(mode: SimMode, name: str, args: Args) -> None:
     """Set known values of the outputs of collective `name`, as if all ranks had equal inputs."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
-            _write(mode, tensor, tensor, _factor(mode, args))
+            _write(mode, tensor, tensor, _reduction_factor(mode, args))
     elif name == "broadcast_":
         _broadcast(mode, args)
     elif name in ("allgather_", "allgather_coalesced_", "gather_"):
@@ -101,14 +102,14 @@ def _fill(mode: SimMode, name: str, args: Args) -> None:
             for output in outputs:
                 _write(mode, output, source)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-        _fill_flat(mode, args[0], args[1], _factor(mode, args))
+        _fill_flat(mode, args[0], args[1], _reduction_factor(mode, args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
         for output, source in zip(args[0], args[1], strict=True):
-            _fill_flat(mode, output, source, _factor(mode, args))
+            _fill_flat(mode, output, source, _reduction_factor(mode, args))
     elif name in ("scatter_", "reduce_scatter_"):
         for output, source in zip(args[0], args[1], strict=False):
             if source:
-                _write(mode, output, source[_group(args).rank()], _factor(mode, args))
+                _write(mode, output, source[_group(args).rank()], _reduction_factor(mode, args))
     elif name == "alltoall_":
         for output, source in zip(args[0], args[1], strict=True):
             _write(mode, output, source)
@@ -117,15 +118,15 @@ def _fill(mode: SimMode, name: str, args: Args) -> None:
 
 
 def _broadcast(mode: SimMode, args: Args) -> None:
-    tensors, root = args[0], args[2]
+    tensors, _, root, *_ = args
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
+    key = "broadcast", ranks, root
     for tensor in tensors:
         if group.rank() == root:
-            mode.rank.mailbox.post(("broadcast", ranks, root), mode.values.value_of(tensor))
+            mode.rank.mailbox.post(key, mode.values.value_of(tensor))
         else:
-            value = mode.rank.mailbox.fetch(("broadcast", ranks, root), ranks[root])
-            _receive(mode, tensor, value)
+            _receive(mode, tensor, mode.rank.mailbox.fetch(key, ranks[root]))
 
 
 def _send_or_receive(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
@@ -135,30 +136,32 @@ def _send_or_receive(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     rank to itself needs no other rank, and does not wait."""
     if name == "recv_any_source_":
         return  # the source is not known
+    tensors, _, group_peer, tag = args
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
-    own_rank, peer = ranks[group.rank()], ranks[args[2]]
+    own_rank, peer = ranks[group.rank()], ranks[group_peer]
     if own_rank == peer:
-        for tensor in filter(is_meta, args[0] if name == "recv_" else ()):
-            mode.values.forget(tensor.untyped_storage()._cdata)
+        if name == "recv_":
+            for tensor in filter(is_meta, tensors):
+                mode.values.forget(storage_key(tensor))
         return
     mailbox = mode.rank.mailbox
     mailbox.meet(peer)
     line = mode.attribution.lines.current()
-    for tensor in args[0]:
+    for tensor in tensors:
         has_integers = not (tensor.is_floating_point() or tensor.is_complex())
         if name == "send":
             value = mode.values.value_of(tensor) if has_integers else None
-            mailbox.post(("send", own_rank, peer, args[3]), value)
-            mailbox.expect(("recv", peer, own_rank, args[3]), peer, line)
+            mailbox.post(("send", own_rank, peer, tag), value)
+            mailbox.expect(("recv", peer, own_rank, tag), peer, line)
             continue
-        mailbox.post(("recv", own_rank, peer, args[3]), None)
-        key = ("send", peer, own_rank, args[3])
+        mailbox.post(("recv", own_rank, peer, tag), None)
+        key = ("send", peer, own_rank, tag)
         if not has_integers:
             mailbox.expect(key, peer, line)
         is_known = has_integers and _receive(mode, tensor, mailbox.fetch(key, peer))
         if is_meta(tensor) and not is_known:
-            mode.values.forget(tensor.untyped_storage()._cdata)
+            mode.values.forget(storage_key(tensor))
 
 
 def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
@@ -175,14 +178,14 @@ def _fill_flat(mode: SimMode, output: Tensor, source: Tensor, factor: int) -> No
     is full. A reduce-scatter multiplies the first elements of `source` by `factor`. `factor` is the
     number of ranks for a sum, and 1 for any other reduction."""
 
-    def parts(value: Tensor) -> Tensor:
+    def gather_or_scatter(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
-        is_gather = count >= flat.numel()
-        result = flat.repeat(count // max(1, flat.numel())) if is_gather else flat[:count] * factor
-        return result.view(output.shape)
+        if count >= flat.numel():
+            return flat.repeat(count // max(1, flat.numel())).view(output.shape)
+        return (flat[:count] * factor).view(output.shape)
 
     is_small = not is_meta(output) or output.numel() <= MAX_GATHERED
-    _store(mode, output, source if is_small else None, parts)
+    _store(mode, output, source if is_small else None, gather_or_scatter)
 
 
 def _write(mode: SimMode, output: Tensor, source: Tensor, factor: int = 1) -> None:
@@ -218,15 +221,16 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
         mode.values.adopt(output, value)
 
 
-def _factor(mode: SimMode, args: Args) -> int:
+def _reduction_factor(mode: SimMode, args: Args) -> int:
     """Return the factor of a reduction over equal inputs: the group's size for a sum, else 1."""
-    for op in args[2:]:
-        if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
-            reduction: Any = op
+    for argument in args:
+        if isinstance(argument, torch._C.ScriptObject) and "ReduceOp" in str(argument._type()):
+            reduction: Any = argument
             if not reduction._has_method("op"):
                 mode.notes.add(SUMS)
-            is_sum = not reduction._has_method("op") or reduction.op() == _SUM
-            return int(_group(args).size()) if is_sum else 1
+            elif reduction.op() != _SUM:
+                return 1
+            return int(_group(args).size())
     return 1
 
 

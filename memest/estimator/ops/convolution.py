@@ -203,7 +203,6 @@ class Answers:
 
 
 aten = torch.ops.aten
-
 OLDEST_WITH_BFLOAT16 = (8, 0)  # cuDNN also has tensor cores for float32 there
 NO_ENGINE = "GET was unable to find an engine to execute this computation"
 """`get_plans_from_heuristics` and `run_single_conv` of Conv_v8.cpp: cuDNN has no plan."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, Kwargs, register
+from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, Kwargs, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.strides import contiguous_copy, is_dense
 from memest.estimator.ops.temporaries import Events, Scratch, around, passing, temporaries
@@ -24,7 +24,6 @@ from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, stora
 from memest.units import ceil_div
 
 aten = torch.ops.aten
-
 WITH_A_NUMBER = {
     aten.masked_fill.Tensor: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
@@ -37,12 +36,10 @@ def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
     `masked_fill` and `masked_fill_`, which read a number from the host tensor. The returned
     operator is their overload for numbers, such as `masked_fill.Scalar`. Any other call is returned
     unchanged."""
-    if func not in WITH_A_NUMBER or is_meta(args[2]):
+    if func not in WITH_A_NUMBER:
         return func, args
-    return WITH_A_NUMBER[func], (*args[:2], args[2].item())
-
-
-COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to the copy's source
+    tensor, mask, value = args
+    return (func, args) if is_meta(value) else (WITH_A_NUMBER[func], (tensor, mask, value.item()))
 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
@@ -54,29 +51,32 @@ def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]
 def awaited_device() -> torch.device | None:
     """Return the device to which autograd's running copy moves a gradient; None if none runs."""
     node = torch._C._current_autograd_node()
-    if node is None or node.name() not in COPIES_BACKWARD:
+    if node is None or node.name() not in ("ToCopyBackward0", "_FromHostBackward"):
         return None
-    (next_node, number), *_ = node.next_functions
-    return None if next_node is None else next_node._input_metadata[number].device
+    (next_node, input_number), *_ = node.next_functions
+    return None if next_node is None else next_node._input_metadata[input_number].device
 
 
-def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
+def copy_to_host(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
     """Run `copy_` or `_to_copy` from GPU to host. The result has the source's values if they are
     known or guessed. Else `copy_` leaves its target unchanged, and `_to_copy` returns a tensor
     without data, or zeros for a gradient that autograd moves to the host."""
-    is_copy_ = func is aten.copy_.default
-    source: Tensor = args[1] if is_copy_ else args[0]
+    target: Tensor | None = None
+    if func is aten.copy_.default:
+        target, source, *_ = args
+    else:
+        source, *_ = args
+    gradient_device = awaited_device()
+    guess = value = None
     # a parameter has no data on the host, as none of a model built there has
-    is_parameter = isinstance(source, torch.nn.Parameter)
-    target_device = awaited_device()
-    is_known = not is_parameter and target_device != META
-    guess = mode.guessed.value_of(source) if is_known else None
-    value = mode.values.value_of(source) if is_known and guess is None else guess
-    dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
+    if not isinstance(source, torch.nn.Parameter) and gradient_device != META:
+        guess = mode.guessed.value_of(source)
+        value = mode.values.value_of(source) if guess is None else guess
+    dtype = kwargs.get("dtype") or source.dtype
     if value is None:
-        if is_copy_:
-            return args[0]
-        if target_device == CPU:
+        if target is not None:
+            return target
+        if gradient_device == CPU:
             return torch.zeros(source.size(), dtype=dtype, device=CPU)
         result = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         mode.host.put(result)
@@ -84,7 +84,7 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
     is_guessed = guess is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         mode.guesses.note(f"a copy of {str(source.dtype).removeprefix('torch.')} to the host")
-    return args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
+    return value.to(dtype).clone() if target is None else target.copy_(value)
 
 
 @registry.requests("roll")
@@ -94,8 +94,8 @@ def roll(c: KernelCall) -> Events:
     copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
     if num_dims < 2:
         return around(copies, c.outputs())
-    first = around(copies, temporaries(size))
-    return first + around((size,) * (num_dims - 2), c.outputs()) + temporaries(-size)
+    first_result = around(copies, temporaries(size))
+    return first_result + around((size,) * (num_dims - 2), c.outputs()) + temporaries(-size)
 
 
 @registry.requests("repeat_interleave.Tensor", shaped_by=lambda args: args)
@@ -213,15 +213,16 @@ def chunk_cat_mixed(c: KernelCall) -> Scratch:
     With contiguous bfloat16 and float32 tensors and a float32 output, the index tensor has two
     int64 fewer. In all other cases, tensors whose dtype is not the output's are cast first.
     """
-    target, (table,) = c["out"], chunk_cat(c).before
+    target = c["out"]
+    (table_bytes,) = chunk_cat(c).before
     casts = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
     if len({tensor.dtype for tensor in c.tensors}) == 1:
-        return Scratch(before=(table,))
+        return Scratch(before=(table_bytes,))
     are_dense = all(t.numel() and t.is_contiguous() for t in (target, *c.tensors))
     are_narrow = target.dtype is torch.float32 and {t.dtype for t in casts} == {torch.bfloat16}
     if are_dense and are_narrow and not c.dim:
-        return Scratch(before=(table - 2 * INDEX_BYTES,))
-    return Scratch(before=(*(t.numel() * target.itemsize for t in casts), table))
+        return Scratch(before=(table_bytes - 2 * INDEX_BYTES,))
+    return Scratch(before=(*(t.numel() * target.itemsize for t in casts), table_bytes))
 
 
 if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in distributed/fsdp/
@@ -234,38 +235,38 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     A non-blocking copy first casts on the GPU. A source that is not contiguous is then made
     contiguous, unless it is dense and keeps its dtype and strides.
     """
+    call = op_of(func).call(args, kwargs)
     if func is aten.copy_.default:
-        target, source = args[0], args[1]
-        is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        dtype, is_alike = target.dtype, target.stride() == source.stride()
+        source, dtype = call.src, call.self.dtype
+        has_same_strides = call.self.stride() == source.stride()
     else:
-        source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
-        is_waited_for, is_alike = not kwargs.get("non_blocking", False), True
-    if dtype == source.dtype and is_alike and is_dense(source):
+        source, dtype = call.self, call.dtype or call.self.dtype
+        has_same_strides = True
+    if dtype == source.dtype and has_same_strides and is_dense(source):
         return ()
-    is_cast_here = dtype != source.dtype and not is_waited_for
-    cast = (source.numel() * dtype.itemsize,) if is_cast_here else ()
+    is_cast_on_gpu = dtype != source.dtype and call.non_blocking
+    cast = (source.numel() * dtype.itemsize,) if is_cast_on_gpu else ()
     if source.is_contiguous():
         return cast
-    return (*cast, source.numel() * (dtype if is_cast_here else source.dtype).itemsize)
+    return (*cast, source.numel() * (dtype if is_cast_on_gpu else source.dtype).itemsize)
 
 
-def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
+def to_gpu_bytes(target: Tensor, source: Tensor, *, is_blocking: bool) -> int:
     """Return the bytes of the GPU temporary of a copy of `source` to `target`; 0 without one.
 
-    `is_waited_for` is False for a `non_blocking` copy. The first case that holds counts:
+    `is_blocking` is False for a `non_blocking` copy. The first case that holds counts:
 
         no cast, equal dense strides      no temporary
-        cast, not `is_waited_for`         elements of the dtype of `source`; the GPU casts them
+        cast, not `is_blocking`           elements of the dtype of `source`; the GPU casts them
         `target` is contiguous            no temporary
         `target` has any other strides    contiguous elements; the GPU copies them to `target`
 
-    A copy that `is_waited_for` casts on the host, and needs no temporary for the cast.
+    A copy that `is_blocking` casts on the host, and needs no temporary for the cast.
     """
-    is_alike = target.stride() == source.stride() and is_dense(target)
+    has_same_layout = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:
-        if is_alike or target.is_contiguous():
+        if has_same_layout:
             return 0
-    elif not is_waited_for:
+    elif not is_blocking:
         return target.numel() * source.itemsize
     return 0 if target.is_contiguous() else target.nbytes

@@ -87,7 +87,6 @@ LAYOUTS = ((18, *(0,) * 39), (0, 18, *(0,) * 23, *(max(1, 18 // size) for size i
 """
 
 CLUSTER_INTS = 40
-
 DESCRIPTOR_BYTES = 544  # size of a descriptor of device properties in cuDNN 9.19
 
 

@@ -14,7 +14,6 @@ import torch
 from memest.units import ceil_div, round_up
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
 TILE = 128  # rows and columns of the product that one block of threads computes
 BLOCKS_PER_SM, LEAST_DEPTH = {4: 2, 2: 1, 8: 1}, {4: 64, 2: 2048, 8: 64}
 """Blocks per multiprocessor of a product that is split along its inner dimension, and least
@@ -22,7 +21,6 @@ elements of a split; by bytes per element.
 """
 
 H100_SMS = 132
-
 FEW_CHANNELS = 14  # most channels of a convolution in NCHW without rearranged operands
 HEADER_BYTES = 16  # pointers in front of rearranged operands
 MOST_GROUPS = 8  # most groups that are transformed at a time

@@ -48,10 +48,10 @@ def where(c: KernelCall) -> Scratch:
     """Allocations of `where_self_out` (TensorCompare.cpp): casts, and a copy of a host number. A
     condition on the host is also copied."""
     item, values = c.out.itemsize, (c.self, c.other)
+    num_on_host = sum(t.device.type == "cpu" for t in values)
     casts = [t.numel() * item for t in values if t.device.type != "cpu" and t.dtype != c.out.dtype]
-    copies = [1] if c.condition.device.type == "cpu" else []
-    copies += [item for t in values if t.device.type == "cpu"]
-    return Scratch(before=(*casts, *copies))
+    condition_copy = [1] if c.condition.device.type == "cpu" else []
+    return Scratch(before=(*casts, *condition_copy, *[item] * num_on_host))
 
 
 register(
@@ -63,15 +63,18 @@ register(
 FOREACH_CHUNK = 65536  # `kChunkSize` of MultiTensorApply.cuh
 
 
+def _norm_accumulators(c: KernelCall) -> int:
+    if not c.self:
+        return 0
+    max_chunks = max(ceil_div(tensor.numel(), FOREACH_CHUNK) for tensor in c.self)
+    return len(c.self) * max_chunks * accumulator_bytes_of(c.self[0].dtype)
+
+
 op(
     "_foreach_norm.Scalar",
     "accumulators of each tensor and chunk: tensors * max(ceil(numel / 65536)) "
     "(ForeachReduceOp.cu)",
-    before=lambda c: (
-        len(c.self)
-        * max((ceil_div(t.numel(), FOREACH_CHUNK) for t in c.self), default=0)
-        * sum(accumulator_bytes_of(t.dtype) for t in c.self[:1])
-    ),
+    before=_norm_accumulators,
 )
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
@@ -147,6 +150,7 @@ def observe_and_quantize(
             state.resize_(x.size(channel))
         running_min.fill_(math.inf)
         running_max.fill_(-math.inf)
+    # one row for each index of `channel`
     torch.aminmax(x if x.dim() == 2 else x.transpose(0, channel).flatten(1), dim=1)
     if not fake_quant_on.item():
         return x.clone(), torch.ones_like(x, dtype=torch.bool)

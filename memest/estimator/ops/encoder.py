@@ -33,7 +33,7 @@ class Packed(Tensor):
         """Return an empty tensor of `padded_shape`. On the GPU a table of sizes (3 int32 for each
         sequence, and one more) is allocated and freed. `padding` and `output_size` are not used."""
         result = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
-        _pass(4 * (3 * self.padded_shape[0] + 1))
+        _allocate_and_free(4 * (3 * self.padded_shape[0] + 1))
         return result
 
 
@@ -42,6 +42,7 @@ def install(patches: Patches, mode: SimMode) -> None:
     the known values of padding masks from `mode`."""
 
     def lengths(mask: Tensor) -> list[int] | None:
+        """Return the lengths of the rows of `mask`; None if unknown, [] if one has a gap."""
         mask_values = mode.values.value_of(mask)
         if mask_values is None:
             return None
@@ -52,7 +53,7 @@ def install(patches: Patches, mode: SimMode) -> None:
 
     def is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
         sizes = _sizes_of(mask)
-        _pass(INDEX_BYTES, 1)
+        _allocate_and_free(INDEX_BYTES, 1)
         del sizes
         return lengths(mask) != []
 
@@ -60,15 +61,13 @@ def install(patches: Patches, mode: SimMode) -> None:
         batch, steps, width = tensor.shape
         row_lengths = lengths(mask)
         num_rows = sum(row_lengths) if row_lengths else batch * steps
-        expanded, *sizes = _sizes_of(mask)
+        expanded, column, positions = _sizes_of(mask)
         row_sizes = _bytes(INDEX_BYTES * batch)
-        _pass(2 * INDEX_BYTES * batch)
+        _allocate_and_free(2 * INDEX_BYTES * batch)
         del expanded
         result = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
-        _pass(14 * batch, 28 * batch)
-        del row_sizes
-        while sizes:
-            sizes.pop()
+        _allocate_and_free(14 * batch, 28 * batch)
+        del row_sizes, positions, column
         return result
 
     _follow_masks(patches, mode)
@@ -126,7 +125,7 @@ def _bytes(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
-def _pass(*sizes: int) -> None:
+def _allocate_and_free(*sizes: int) -> None:
     """Allocate temporaries of `sizes` bytes in order, then free them in reverse order."""
     buffers = [_bytes(n) for n in sizes]
     while buffers:
@@ -146,8 +145,8 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     del cast
     del wider_mask
     expanded = _bytes(batch * steps * INDEX_BYTES)
-    _pass(batch * steps * INDEX_BYTES)
-    return expanded, column, positions  # the last is dropped first
+    _allocate_and_free(batch * steps * INDEX_BYTES)
+    return expanded, column, positions
 
 
 def _attention(
@@ -169,9 +168,9 @@ def _attention(
         del lengths
     elif mask is None and not need_weights:
         qkv.append(F.linear(x, qkv_weight, qkv_bias))
-        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv[0].chunk(3, -1)]
-        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
-        parts.clear()
+        q, k, v = (p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv[0].chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        del q, k, v
         context = attended.transpose(1, 2).reshape(batch, -1, width)
         del attended
     else:

@@ -65,8 +65,9 @@ def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("LinalgCholesky"):
         return func, args
-    is_free = _owners(args[0]) == owners_of_a_sole_gradient() and is_dense(args[0])
-    return (aten.add_.Tensor if is_free else func), args
+    gradient, _ = args
+    is_reusable = _owners(gradient) == owners_of_a_sole_gradient() and is_dense(gradient)
+    return aten.add_.Tensor if is_reusable else func, args
 
 
 register("add.Tensor", in_backward=_sum_of_gradients)
@@ -76,8 +77,8 @@ def _are_alike(left: Any, right: Any) -> bool:
     """Return whether both summands are meta tensors of the same shape and dtype."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
-    is_meta = left.device.type == right.device.type == "meta"
-    return is_meta and (left.shape, left.dtype) == (right.shape, right.dtype)
+    are_meta = left.device.type == right.device.type == "meta"
+    return are_meta and left.shape == right.shape and left.dtype == right.dtype
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:

@@ -29,12 +29,10 @@ from memest.estimator.tensors.placement import META, is_meta, on_gpu
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
-
 FEW_INDICES = 3072  # most for which `embedding_dense_backward_cuda` adds without sorting
 ROWS_PER_THREAD = 10  # `NROWS_PER_THREAD`: rows of one partial sum
 ATOMIC_BLOCKS_PER_SM = 4  # `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`; below it sums are atomic
 MASK_DTYPES = (torch.bool, torch.uint8)
-
 _PUTS = "index_put index_put_ _index_put_impl_ _unsafe_index_put"
 INDEX_PUT = tuple(getattr(aten, name).default for name in _PUTS.split())
 

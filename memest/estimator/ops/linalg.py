@@ -24,9 +24,8 @@ from memest.estimator.ops.temporaries import Events, around, outputs, passing, t
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
-
 INFO = 4  # bytes of a solver's status for each matrix
-POINTER = INDEX = 8
+POINTER, INDEX = 8, 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
     return registry.requests(names, modelled=_is_measured, **parts)
 
 
-def _row(
+def _register(
     names: str, about: str, rule: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
     """Register what operators `names` (separated by blanks) allocate. `rule(call, matrices)`
@@ -105,7 +104,8 @@ def eigh(c: KernelCall) -> Events:
     """Allocations of `_linalg_eigh`: vectors and values, or values and a copy of the matrix. The
     copy is for a call without vectors."""
     a = _shape(c.A)
-    calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
+    num_calls = 1 if a.n <= 32 else a.batch
+    calls = passing(eigh_bytes(a.n, a.item, a.batch)) * num_calls
     events = around((INFO * a.batch,), calls + a.checks)
     if c.compute_v:
         return c.outputs(1, 0) + events
@@ -122,8 +122,8 @@ def svd(c: KernelCall) -> Events:
     work = passing(svd_bytes(a.m, a.n, a.item, bool(c.full_matrices and c.compute_uv)))
     if c.compute_uv:
         return c.outputs(0, 2, 1) + around((info,), around((copy,), work) + a.checks)
-    count = a.batch if a.is_single or a.n <= 32 else 1
-    u, v = a.m * k * a.item * count, k * a.n * a.item * count
+    num_at_once = a.batch if a.is_single or a.n <= 32 else 1
+    u, v = a.m * k * a.item * num_at_once, k * a.n * a.item * num_at_once
     return c.outputs(1) + around((info,), around((copy, u, v), work) + a.checks)
 
 
@@ -135,14 +135,18 @@ def _qr(a: _Matrices, q: Tensor) -> Events:
     return around((taus,), factors + q_events)
 
 
-_QR_BY_CUBLAS = {"calls_cublas": lambda c: (a := _shape(c.A)).batch > 1 and a.n <= 64}
-_row(
+def _qr_calls_cublas(c: KernelCall) -> bool:
+    a = _shape(c.A)
+    return a.batch > 1 and a.n <= 64
+
+
+_register(
     "linalg_qr", "the reflectors' factors; Q is left out in mode `r`",
-    lambda c, a: _qr(a, c.out[0]), **_QR_BY_CUBLAS,
+    lambda c, a: _qr(a, c.out[0]), calls_cublas=_qr_calls_cublas,
 )  # fmt: skip
 
 
-@_measured("linalg_qr.out", **_QR_BY_CUBLAS)
+@_measured("linalg_qr.out", calls_cublas=_qr_calls_cublas)
 def qr_out(c: KernelCall) -> Events:
     """Allocations of `linalg_qr` with `out=`: new results, which are then copied into it."""
     return around([t.nbytes for t in c.out], _qr(_shape(c.A), c.out[0]))
@@ -160,9 +164,9 @@ def _orgqr(a: _Matrices, k: int) -> Events:
     return around((INFO,), a.loop(a.item * (256 + 16384 + work)))
 
 
-_row("geqrf", "the workspace of cuSOLVER, after reflectors and their factors",
+_register("geqrf", "the workspace of cuSOLVER, after reflectors and their factors",
      lambda c, a: _geqrf(a))  # fmt: skip
-_row("linalg_householder_product", "the workspace of cuSOLVER",
+_register("linalg_householder_product", "the workspace of cuSOLVER",
      lambda c, a: _orgqr(a, c.tau.shape[-1]))  # fmt: skip
 
 
@@ -210,7 +214,8 @@ def lstsq_requests(c: KernelCall) -> Events:
     reflectors = _geqrf(replace(a, n=k))
     # the product of the right-hand side with Q of k reflectors
     product = 512 * num_right + 256 * (tall + 257) + up(tall * k + k * k)
-    product += up(num_right) if tall > BLOCK else 0
+    if tall > BLOCK:
+        product += up(num_right)
     rotation = around((INFO,), a.loop(a.item * product))
     triangular = replace(a, n=k).triangular
     if a.m < a.n:
@@ -225,18 +230,18 @@ def lstsq_requests(c: KernelCall) -> Events:
     return around((INFO * a.batch,), result + events + a.checks)
 
 
-_row(
+_register(
     "linalg_cholesky_ex", "the workspace of cuSOLVER for one matrix, pointers for several",
     lambda c, a: passing(potrf_bytes(a.n, c.upper) if a.is_single else POINTER * a.batch),
 )  # fmt: skip
-_row("cholesky_inverse", "a copy of the factor, and a status",
+_register("cholesky_inverse", "a copy of the factor, and a status",
      lambda c, a: passing(a.square, INFO))  # fmt: skip
-_row(
+_register(
     "linalg_solve_triangular",
     "pointers of batched cuBLAS; up to 8 matrices of 64 columns or more are solved one by one",
     lambda c, a: a.triangular, calls_cublas=lambda c: True,
 )  # fmt: skip
-_row(
+_register(
     "triangular_solve", "as `linalg_solve_triangular`, after the solution and a copied matrix",
     lambda c, a: _shape(c.out[1]).triangular, calls_cublas=lambda c: True,
 )  # fmt: skip
@@ -274,16 +279,17 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
     matrices, calls cuBLAS on pointers to them, or solves two triangular systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
-    if a.n <= (16 if a.n == num_right else 64):
+    max_batched_n = 16 if a.n == num_right else 64
+    if a.n <= max_batched_n:
         return a.pointers
-    row = INDEX * a.n
-    rows = row * a.batch
+    order = INDEX * a.n  # row numbers of one matrix
+    all_orders = order * a.batch
     right_bytes = a.n * num_right * a.item * a.batch
     systems = around((right_bytes,), a.triangular * 2)
     if a.is_single:
-        return around((row, row, row), systems)
-    permutation = temporaries(row, rows, -row, row, rows)
-    return permutation + systems + temporaries(-rows, -row, -rows)
+        return around((order, order, order), systems)
+    permutation = temporaries(order, all_orders, -order, order, all_orders)
+    return permutation + systems + temporaries(-all_orders, -order, -all_orders)
 
 
 def _factors_by_cublas(c: KernelCall) -> bool:
@@ -297,23 +303,26 @@ def lu(c: KernelCall) -> Events:
     a = _shape(c.A)
     factors = (a.all_bytes,) if a.m * a.n > 1 else ()
     pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
-    has_rows = c.out[0].numel() > 0
-    lu_events = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))
-    events = temporaries(*factors, pivots, info) + lu_events + temporaries(*(-n for n in factors))
-    return c.outputs() + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
+    permutation, *_ = c.out
+    without_pivots = [] if permutation.numel() else passing(INFO * min(a.m, a.n))
+    events = around(factors, temporaries(pivots, info) + _lu(a) + without_pivots)
+    rows = _permutation_rows(a, permutation)
+    return c.outputs() + events + rows + temporaries(-info, -pivots)
 
 
-def _rows(a: _Matrices) -> Events:
-    """Return the allocations that turn LU's pivots into a row permutation. A single matrix needs
-    one tensor: an int64 number for each row. A batch also needs a copy of this tensor for each
-    matrix."""
+def _permutation_rows(a: _Matrices, permutation: Tensor) -> Events:
+    """Return the allocations that turn LU's pivots into a row `permutation`, unless it is empty. A
+    single matrix needs one tensor: an int64 number for each row. A batch also needs a copy of this
+    tensor for each matrix."""
+    if not permutation.numel():
+        return []
     row, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(row) if a.is_single else temporaries(row, rows, -row, -rows)
 
 
-_row("linalg_lu_factor_ex", "LU, after factors, pivots, info", lambda c, a: _lu(a),
+_register("linalg_lu_factor_ex", "LU, after factors, pivots, info", lambda c, a: _lu(a),
      calls_cublas=_factors_by_cublas)  # fmt: skip
-_row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].numel() else [])
+_register("lu_unpack", "rows of the permutation", lambda c, a: _permutation_rows(a, c.out[0]))
 
 
 @_measured("linalg_eig")
@@ -361,18 +370,22 @@ def _num_columns(right: Tensor, matrices: Tensor) -> int:
     return right.shape[-1] if right.dim() == matrices.dim() else 1
 
 
-_row(
+def _solves_by_cublas(c: KernelCall) -> bool:
+    a = _shape(c.A)
+    return a.is_factored_by_cublas or not a.is_solved_in_a_loop(_num_columns(c.B, c.A))
+
+
+_register(
     "linalg_inv_ex", "a system with the identity",
     lambda c, a: around((a.square, INFO * a.n * a.batch), _lu(a) + _lu_solve(a, a.n)),
     calls_cublas=lambda c: True,
 )  # fmt: skip
-_row(
+_register(
     "_linalg_solve_ex", "LU and its solution, after result, factors, pivots, info",
     lambda c, a: _lu(a) + _lu_solve(a, _num_columns(c.out[0], c.A)),
-    calls_cublas=lambda c: (a := _shape(c.A)).is_factored_by_cublas
-    or not a.is_solved_in_a_loop(_num_columns(c.B, c.A)),
+    calls_cublas=_solves_by_cublas,
 )  # fmt: skip
-_row(
+_register(
     "linalg_lu_solve", "batched cuBLAS, a loop, or two triangular systems",
     lambda c, a: _lu_solve(a, c.out.shape[-1]),
     calls_cublas=lambda c: not _shape(c.LU).is_solved_in_a_loop(c.B.shape[-1]),
@@ -391,12 +404,12 @@ def _products(a: _Matrices) -> Events:
     return passing(diagonal, products) + temporaries(-INDEX * a.batch) + passing(diagonal)
 
 
-_row(
+_register(
     "_linalg_slogdet", "LU and products of its diagonal, after sign, logarithm, factors, pivots",
     lambda c, a: around((INFO * a.batch,), _lu(a) + _signs(a) + _products(a)),
     calls_cublas=_factors_by_cublas,
 )  # fmt: skip
-_row(
+_register(
     "_linalg_det", "LU and the permutation's sign, after determinant, factors, pivots",
     lambda c, a: around(
         (INFO * a.batch,),
@@ -464,7 +477,7 @@ def _taylor(a: Tensor) -> Tensor:
     powers = a.new_empty(num_sums, *a.shape)
     powers[0].copy_(torch.diag_embed(a.new_ones(1).expand(a.shape[:-1])))
     powers[1].copy_(a)
-    for first, second, target in ((1, 1, 2), (1, 2, 3), (3, 3, 4)):
+    for first, second, target in ((1, 1, 2), (1, 2, 3), (3, 3, 4)):  # powers 2, 3 and 6
         torch.bmm(powers[first], powers[second], out=powers[target])
     sums = a.new_zeros(num_sums, *a.shape)
     sums[3].add_(torch.bmm(sums[0], sums[4], out=powers[0]))

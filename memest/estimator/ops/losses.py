@@ -25,7 +25,7 @@ from memest.estimator.tensors.placement import on_gpu
 aten = torch.ops.aten
 
 
-def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
+def _elementwise_bytes(c: KernelCall) -> tuple[int, tuple[int, ...]]:
     """Return (bytes of all elementwise losses, bytes of the temporaries of their sum)."""
     shape: Any = torch.broadcast_shapes(c.self.shape, c.target.shape)  # type: ignore[no-untyped-call]
     loss = torch.empty(shape, dtype=c.out.dtype, device="meta")
@@ -33,13 +33,13 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 
 
 def _reduced_loss(
-    names: str, about: str, scratch_of: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
+    names: str, about: str, allocations: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
     """Register what the losses `names` (separated by blanks) allocate if reduced to a mean or sum:
-    the temporaries that `scratch_of(call, *_elements(call))` returns. `about` describes them."""
+    the result of `allocations(call, *_elementwise_bytes(call))`. `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
-        return scratch_of(c, *_elements(c)) if c.reduction else Scratch()
+        return allocations(c, *_elementwise_bytes(c)) if c.reduction else Scratch()
 
     register(names, about=about, requests=rule)
 
@@ -67,12 +67,12 @@ _reduced_loss(
 def bce_with_logits(c: KernelCall) -> Events:
     """Allocations of `binary_cross_entropy_with_logits` (Loss.cpp): log-sigmoid, then the loss.
     With a `pos_weight`, two temporaries have the size of the weights and of the loss."""
-    size, staging = _elements(c)
-    loss = outputs({0: size})
+    size, staging = _elementwise_bytes(c)
+    loss_events = outputs({0: size})
     if c.reduction:
-        loss = around((size,), outputs({0: c.out.itemsize}) + passing(*staging))
-    weights = [] if c.pos_weight is None else passing(c.pos_weight.nbytes, size)
-    return around((c.self.nbytes,), weights + loss)
+        loss_events = around((size,), outputs({0: c.out.itemsize}) + passing(*staging))
+    weight_events = [] if c.pos_weight is None else passing(c.pos_weight.nbytes, size)
+    return around((c.self.nbytes,), weight_events + loss_events)
 
 
 def _is_reduced(c: KernelCall) -> bool:
@@ -81,8 +81,8 @@ def _is_reduced(c: KernelCall) -> bool:
 
 
 def _margin_loss(c: KernelCall) -> Tensor:
-    sizes = [] if c.reduction or c.self.dim() < 2 else [len(c.self)]
-    return torch.empty(sizes, dtype=c.self.dtype, device="meta")
+    shape = [] if c.reduction or c.self.dim() < 2 else [len(c.self)]
+    return torch.empty(shape, dtype=c.self.dtype, device="meta")
 
 
 op(
@@ -125,9 +125,6 @@ register(
 )
 
 
-LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed separately
-
-
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
 def ctc_loss_backward(c: KernelCall) -> Events:
     """Allocations of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient. For
@@ -135,9 +132,11 @@ def ctc_loss_backward(c: KernelCall) -> Events:
     alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
     gradient = c.outputs()
     steps, classes = c.log_probs.shape[0], c.log_probs.shape[-1]
-    if 2 * steps + 24 * num_samples // 10 + 2 * classes // 10 > LARGE_CTC:
-        rows = alphas.shape[0] * alphas.shape[1]
-        blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
+    # above this bound blanks are summed separately: `is_large` of LossCTC.cu
+    if 2 * steps + 24 * num_samples // 10 + 2 * classes // 10 > 450:
+        samples, alpha_steps, states = alphas.shape
+        rows = samples * alpha_steps
+        blanks = rows * (states // 2 + 1) * alphas.itemsize
         sums = rows * alphas.itemsize
         blank_events = temporaries(
             blanks, sums, sums, rows, -rows, -sums, blanks, sums, -blanks, -sums, -sums, -blanks
@@ -147,23 +146,22 @@ def ctc_loss_backward(c: KernelCall) -> Events:
             gradient = around((c.out.nbytes,), blank_events + around(zeros, gradient))
         else:
             gradient += blank_events
-    lengths = (num_samples * 8,) * 3
+    lengths = (num_samples * 8,) * 3  # of inputs and targets, and the targets' starts
     return around((*lengths, alphas.nbytes), gradient)
 
 
-_CLASSES = (torch.int64, torch.uint8)  # types of a target of classes
-_KERNEL = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'
+_CLASS_DTYPES = (torch.int64, torch.uint8)  # of a target of classes
+_NLL_LOSS = "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for '{}'"
 
 # cuda/NLLLoss.cu, cuda/NLLLoss2d.cu, cuda/Loss.cu
-register("nll_loss_forward", refuse=accepts(1, _CLASSES, _KERNEL + " not implemented for '{}'"))
+register("nll_loss_forward", refuse=accepts(1, _CLASS_DTYPES, _NLL_LOSS))
 register(
-    "nll_loss2d_forward", refuse=accepts(1, _CLASSES, "expected scalar type Long but found {}")
+    "nll_loss2d_forward", refuse=accepts(1, _CLASS_DTYPES, "expected scalar type Long but found {}")
 )
 register("binary_cross_entropy", refuse=same_type(1, 0, "Found dtype {} but expected {}"))
-register(
-    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward", layout=contiguous
-)  # Loss.cpp
-register("binary_cross_entropy_backward", layout=strides_like(1))  # cuda/Loss.cu
+# Loss.cpp, cuda/Loss.cu
+register("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", layout=contiguous)
+register("binary_cross_entropy_backward", layout=strides_like(1))
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
@@ -203,11 +201,11 @@ def _goes_to_cudnn(
     float32 log probabilities `batch` (steps, samples, classes) and 1-d int32 `targets` on the host.
     All input `lengths` must equal the number of steps. No target length may exceed the number of
     steps or 255."""
-    is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
-    is_fit = {*lengths} == {len(batch)} and all(
-        size < 256 and size <= len(batch) for size in target_lengths
-    )
-    return is_host and is_fit and batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()
+    fits_targets = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
+    max_length = min(255, len(batch))
+    fits_lengths = {*lengths} == {len(batch)} and all(n <= max_length for n in target_lengths)
+    fits_batch = batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()
+    return fits_targets and fits_lengths and fits_batch
 
 
 @registry.above_autograd("ctc_loss.IntList")
@@ -231,9 +229,9 @@ def ctc_loss(
     if zero_infinity:
         zero = torch.zeros((), **options)
         losses = torch.where(losses == float("inf"), zero, losses)
-    if reduction == 1:
+    if reduction == 1:  # mean
         return (losses / torch.tensor(target_lengths, **options).clamp_min(1)).mean()
-    if reduction == 2:
+    if reduction == 2:  # sum
         return losses.sum()
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
 

@@ -47,7 +47,6 @@ from memest.estimator.versions import TorchRelease, simulated
 from memest.units import KIB, MIB, round_up
 
 aten = torch.ops.aten
-
 _PROBLEM_BYTES = 3 * 4  # M, N and K of a group as int32
 _STRIDE_BYTES = 3 * 8  # one int64 stride of each of both operands and the result
 _RECORDED_CAPABILITY = (9, 0)  # of the GPU on which the workspace was recorded

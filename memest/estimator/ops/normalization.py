@@ -26,12 +26,10 @@ from memest.estimator.versions import simulated
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
-
 CHANNELS_PER_BLOCK = 64
-FORWARD_ROWS, FORWARD_HEADER = {torch.float16: 160, torch.float32: 64}, 1072
-BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
-"""Rows per block of the channels-last gradient, and bytes that its workspace has besides the sums.
-"""
+FORWARD_ROWS = {torch.float16: 160, torch.float32: 64}  # rows per block in channels-last
+BACKWARD_ROWS = 96
+FORWARD_HEADER, BACKWARD_HEADER = 1072, 1056  # bytes of a workspace besides its sums
 
 SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK  # two float32 sums for each channel of a block
 ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
@@ -103,16 +101,17 @@ def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
     """Allocations of `cudnn_batch_norm_backward`: a gradient's copy, sums in channels-last. The
     incoming gradient is copied if its memory format differs from the input's. Only inputs in
     channels-last need partial sums."""
-    is_last = _is_channels_last(c.input)
-    is_like = c.grad_output.is_contiguous() != is_last
-    copies = () if is_like else (c.grad_output.nbytes,)
-    if not is_last:
+    is_channels_last = _is_channels_last(c.input)
+    copies: tuple[int, ...] = ()
+    if _is_channels_last(c.grad_output) != is_channels_last:
+        copies = (c.grad_output.nbytes,)
+    if not is_channels_last:
         return Scratch(before=copies)
     workspace = _workspace(c.input, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
     return Scratch(before=copies, after=(workspace,))
 
 
-def _takes_rows(tensor: Tensor) -> bool:
+def _has_contiguous_channels(tensor: Tensor) -> bool:
     """Return whether torch's channels-last kernels run (`batch_norm_use_channels_last_kernels`).
     They run if the channels of `tensor` are contiguous in memory."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -126,7 +125,7 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     `sums_per_channel` float32 sums for each of its channels. All thread blocks of the same channels
     share a semaphore of 4 bytes. Return () if channels are not contiguous, or if fewer than 8
     thread blocks share a channel (`flexible_launch_configs`)."""
-    if not _takes_rows(tensor):
+    if not _has_contiguous_channels(tensor):
         return ()
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
@@ -146,8 +145,8 @@ def native_batch_norm(c: KernelCall) -> Scratch:
     missing weight or bias of a 2-d input with gaps takes 4 bytes (`Impl::General`)."""
     staging = _staging(c.input, 4) if c.training else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
-    num_missing = (c.weight is None) + (c.bias is None)
-    return Scratch(after=staging + (4,) * (has_gaps * num_missing))
+    missing = [parameter for parameter in (c.weight, c.bias) if parameter is None]
+    return Scratch(after=staging + (4,) * len(missing) if has_gaps else staging)
 
 
 op(
@@ -166,13 +165,14 @@ def native_batch_norm_backward(c: KernelCall) -> Events:
     kernel runs if channels are not contiguous and the input needs a gradient. Else sums over the
     samples are allocated first."""
     tensor, mask = c.input, c.output_mask
-    sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and mask[i]}
-    if mask[0] and not _takes_rows(tensor):
-        return outputs(sizes)
-    input_gradient = outputs({0: sizes.pop(0)} if mask[0] else {})
-    sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
-    staging = _staging(tensor, 2) if _takes_rows(c.grad_out) else ()
-    return around(sums, outputs(sizes) + passing(*staging) + input_gradient)
+    needs_input, *_ = mask
+    gradients = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and mask[i]}
+    if needs_input and not _has_contiguous_channels(tensor):
+        return outputs(gradients)
+    input_gradient = outputs({0: gradients.pop(0)} if needs_input else {})
+    sums = (_statistics(tensor).nbytes,) * 2
+    staging = _staging(tensor, 2) if _has_contiguous_channels(c.grad_out) else ()
+    return around(sums, outputs(gradients) + passing(*staging) + input_gradient)
 
 
 MANY_ROWS = 64 * 1024  # more take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`
@@ -188,30 +188,30 @@ def norm_backward(c: KernelCall) -> Events:
     block of rows. The `sum(0)` of the partial sums replaces the gradient that was allocated for
     weight or bias."""
     width = prod(c.normalized_shape)
-    weights = {1: c.weight, 2: c.get("bias")}
-    params = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
-    rows, blocks = c.input.numel() // max(1, width), ceil_div(width, COLUMNS_PER_BLOCK)
+    weight_by_output = {1: c.weight, 2: c.get("bias")}
+    params = {i: w for i, w in weight_by_output.items() if w is not None and c.output_mask[i]}
+    param_bytes = {i: weight.nbytes for i, weight in params.items()}
+    num_rows, column_blocks = c.input.numel() // max(1, width), ceil_div(width, COLUMNS_PER_BLOCK)
     is_wide = width // COLUMNS_PER_BLOCK >= c.gpu.num_sms // 2
-    input_copy, weight_bytes = contiguous_copy(c.input), {i: w.nbytes for i, w in params.items()}
-    grad_copy = contiguous_copy(c.grad_out)
+    input_copy, grad_copy = contiguous_copy(c.input), contiguous_copy(c.grad_out)
     gradients = outputs({0: c.input.nbytes} if c.output_mask[0] else {})
-    if rows <= MANY_ROWS or is_wide:  # one pass adds up all rows
-        return around(input_copy, gradients + outputs(weight_bytes) + passing(*grad_copy))
-    rows = min(MAX_GRID // blocks, ceil_div(rows, ROWS_PER_BLOCK))
+    if num_rows <= MANY_ROWS or is_wide:  # one pass adds up all rows
+        return around(input_copy, gradients + outputs(param_bytes) + passing(*grad_copy))
+    num_partials = min(MAX_GRID // column_blocks, ceil_div(num_rows, ROWS_PER_BLOCK))
     sums: Events = []
-    part_bytes = []
+    partials_bytes = []
     for i, weight in params.items():
-        part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
-        part_bytes.append(part.nbytes)
-        sums += outputs({i: weight_bytes[i]}) + passing(*sum_bytes(part, [0], part.dtype, c.gpu))
-        sums += temporaries(-weight_bytes[i], oldest=True)
-    gradients += temporaries(*weight_bytes.values()) + around((*grad_copy, *part_bytes), sums)
+        partials = torch.empty((num_partials, width), dtype=weight.dtype, device="meta")
+        partials_bytes.append(partials.nbytes)
+        sums += outputs({i: param_bytes[i]})
+        sums += passing(*sum_bytes(partials, [0], partials.dtype, c.gpu))
+        sums += temporaries(-param_bytes[i], oldest=True)  # the gradient that the sum replaces
+    gradients += temporaries(*param_bytes.values()) + around((*grad_copy, *partials_bytes), sums)
     return around(input_copy, gradients)
 
 
-register(
-    "native_layer_norm _fused_rms_norm", requests=contiguous_args(0, is_before=True)
-)  # layer_norm_kernel.cu
+# layer_norm_kernel.cu
+register("native_layer_norm _fused_rms_norm", requests=contiguous_args(0, is_before=True))
 
 
 @registry.requests("native_group_norm")
@@ -295,8 +295,8 @@ def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
     """Return meta results of `batch_norm_backward_reduce`: two sums over the batch, then the
     gradients of weight and bias. A gradient is None if the call does not request it."""
     gradients = (
-        torch.empty_like(c.weight) if c.weight is not None and is_wanted else None
-        for is_wanted in (c.weight_g, c.bias_g)
+        torch.empty_like(c.weight) if is_requested and c.weight is not None else None
+        for is_requested in (c.weight_g, c.bias_g)
     )
     return _statistics(c.input), _statistics(c.input), *gradients
 
@@ -310,7 +310,8 @@ def batch_norm(next_kernel: Next, x: Tensor, *args: Any) -> Tensor:
     if x.numel() > 0 and is_by_cudnn:
         x = x.contiguous(memory_format=suggest_memory_format(x))
         dense = [t if t is None else t.contiguous() for t in tensors]
-        return aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
+        out, *_ = aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)
+        return out
     return next_kernel(x, *args)
 
 

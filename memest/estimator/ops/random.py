@@ -33,8 +33,6 @@ from memest.estimator.ops.temporaries import Events, around, passing, temporarie
 from memest.estimator.tensors.placement import CPU
 from memest.units import ceil_div, round_up
 
-Array = np.ndarray[Any, Any]
-
 # MT19937: words of a state, words between those of the recurrence, bits of a state that count
 MT_WORDS, MT_SHIFT, MT_DEGREE = 624, 397, 19937
 _MT_MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
@@ -64,7 +62,7 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
     generator.set_state(torch.from_numpy(state))
 
 
-def _advance_state(words: Array, steps: int) -> Array:
+def _advance_state(words: NDArray[Any], steps: int) -> NDArray[Any]:
     """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step
     multiplies the bits of the state by a matrix, which is a root of its characteristic polynomial.
     Let r be the remainder of t^`steps` divided by this polynomial. Then the result is the sum (xor)
@@ -110,7 +108,6 @@ def _exponents(polynomial: int) -> list[int]:
 
 
 aten = torch.ops.aten
-
 Words = NDArray[np.uint64]
 Parts = NDArray[np.int64]
 Numbers = NDArray[Any]
@@ -540,10 +537,9 @@ register(  # cuda/Dropout.cu
     layout=lambda c: torch.empty_like(c.out, memory_format=suggest_memory_format(c.args[0])),
 )
 
-IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOperatorHacks.cpp)
 
-
-@registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
+# functorch's own `dropout` is on this key (PyTorchOperatorHacks.cpp)
+@registry.above_autograd("dropout", vmap_key="FuncTorchDynamicLayerFrontMode")
 def dropout(next_kernel: Next, x: Tensor, p: float, train: bool) -> Tensor:
     """Run the fused kernel if `train` and 0 < `p` < 1 (`is_fused_kernel_acceptable`, Dropout.cpp);
     else run torch's `next_kernel`."""

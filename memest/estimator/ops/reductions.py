@@ -30,7 +30,6 @@ from memest.estimator.ops.temporaries import Events, Scratch, around, passing
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
-
 MAX_REDUCE_THREADS = 512  # `mnt_wrapper<T>::MAX_NUM_THREADS`, except for complex double
 MIN_VALUES_PER_THREAD, MAX_VALUES_PER_THREAD = 16, 256
 WARP_SIZE = 32

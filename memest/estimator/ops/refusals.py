@@ -77,8 +77,8 @@ def same_type(
     in dtype, else "". `name_of` returns a dtype's name, for the two fields {} of `message`."""
 
     def rule(call: KernelCall) -> str:
-        types = call.args[first].dtype, call.args[second].dtype
-        return "" if types[0] == types[1] else message.format(*map(name_of, types))
+        left, right = call.args[first].dtype, call.args[second].dtype
+        return "" if left == right else message.format(name_of(left), name_of(right))
 
     return rule
 

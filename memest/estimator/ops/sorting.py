@@ -22,13 +22,10 @@ from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, p
 from memest.units import ceil_div
 
 aten = torch.ops.aten
-
 MAX_BLOCK_SIZE = 1024
-
 SMALL_SORT = 4096  # longest slice that one block sorts (`should_use_small_sort`)
 FEW_SEGMENTS = 128  # number of slices below which `segmented_sort_pairs_by_full_sort` runs
 TOPK_THREADS = 256
-
 TOPK_BLOCKS_PER_SM = 6  # `get_items_per_thread`: 65,536 registers, 256 threads with 40
 TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all blocks
 
@@ -68,15 +65,19 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
         return ()
     if length <= SMALL_SORT:
         return (length * INDEX_BYTES,)
-    item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
+    item, positions = tensor.itemsize, tensor.numel() * INDEX_BYTES
     keys = tensor.numel() * item
     is_dense = aten.is_non_overlapping_and_dense.default(tensor)
-    step = (tensor.stride() if is_dense else compute_elementwise_output_strides(tensor))[dim]
-    copies = () if is_dense and step == 1 else (keys, keys, row)[: 1 if step == 1 else 3]
+    result_strides = tensor.stride() if is_dense else compute_elementwise_output_strides(tensor)
+    copies: tuple[int, ...] = () if is_dense else (keys,)
+    if result_strides[dim] != 1:
+        copies = (keys, keys, positions)
     if count >= FEW_SEGMENTS:
-        return (*copies, row, cub.segmented_sort_bytes(tensor.numel(), item))
+        return (*copies, positions, cub.segmented_sort_bytes(tensor.numel(), item))
     storage = cub.radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
-    return (*copies, row, storage) if count == 1 else (*copies, row, row, keys, storage)
+    if count == 1:
+        return (*copies, positions, storage)
+    return (*copies, positions, positions, keys, storage)
 
 
 @registry.requests(

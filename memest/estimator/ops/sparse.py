@@ -29,12 +29,10 @@ from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, is_meta
 from memest.units import ceil_div
 
 aten = torch.ops.aten
-
 SparseRule = Callable[..., Any]
 FROM_PARTS = aten._sparse_coo_tensor_with_dims_and_tensors.default
 _set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
-_ENTRIES_OF_A_BLOCK = 256
-"""Entries per 4 bytes of workspace of cuSPARSE's product by several columns, as recorded."""
+_ENTRIES_OF_A_BLOCK = 256  # per 4 bytes of `cusparseSpMM`'s workspace, as recorded
 
 
 def is_sparse(value: Any) -> bool:
@@ -257,7 +255,8 @@ def _addmm(
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
     result = filled(mode, dense.new_empty((num_rows, num_columns)))
-    if _parts(sparse)[0].size(1) > 1 and not _is_coalesced(sparse):
+    indices, _ = _parts(sparse)
+    if indices.size(1) > 1 and not _is_coalesced(sparse):
         sparse = _coalesce(mode, sparse)
     indices, values = _parts(sparse)
     num_entries = indices.size(1)
@@ -338,13 +337,9 @@ def _to_sparse_csc(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) 
 @on_sparse("_embedding_bag_backward")
 def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
     """Run the backward of `EmbeddingBag(sparse=True)` by its sparse operator (EmbeddingBag.cpp)."""
-    grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
-        *args,
-        *(None, -1)[len(args) - 10 :],
-    )[:12]
-    return aten._embedding_bag_sparse_backward.default(
-        grad, indices, offsets, offset2bag, bag_size, num_rows, scale, kind, weights, padding
-    )
+    sparse_backward = aten._embedding_bag_sparse_backward.default
+    call = op_of(aten._embedding_bag_backward.default).call(args, kwargs)
+    return sparse_backward(*(call.get(name) for name in op_of(sparse_backward).names))
 
 
 def _by_torch(func: OpOverload, key: Any) -> SparseRule:
@@ -363,7 +358,7 @@ def _by_torch(func: OpOverload, key: Any) -> SparseRule:
     return rule
 
 
-def _each(function: Callable[..., Any]) -> SparseRule:
+def _for_each(function: Callable[..., Any]) -> SparseRule:
     """Return a rule for a `_foreach` operator: `function` runs on each sparse tensor in turn."""
 
     def rule(mode: SimMode, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -386,9 +381,9 @@ register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.s
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
 register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
 register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
-register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
-register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
-register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
+register("_foreach_mul_.Scalar", on_sparse=_for_each(torch.Tensor.mul_))
+register("_foreach_add_.List", on_sparse=_for_each(torch.Tensor.add_))
+register("_foreach_zero_", on_sparse=_for_each(torch.Tensor.zero_))
 for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
     register(_name, on_sparse=sparse_rows.as_it_is(getattr(torch.Tensor, _name)))
 
@@ -410,34 +405,34 @@ class SparseTensors:
     def __init__(self, mode: SimMode) -> None:
         self.distinct: set[int | None] = set()  # storages of indices that are known to be distinct
         self._mode = mode
-        self._is_any = False
+        self._has_sparse = False  # True once an operator made a sparse tensor
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the call uses or makes sparse tensors on the GPU, so that `run` has to run
         it. Raise `UnsupportedError` if there is no rule for such a call."""
-        if not self._is_any and id(func) not in _MAKERS:
+        if not self._has_sparse and id(func) not in _MAKERS:
             return False
         tensors, mode = placement.sample_tensors(args, kwargs), self._mode
         if func is aten._embedding_bag_backward.default:
-            is_one = bool(args[9])
+            concerns_sparse = bool(args[9])  # argument `sparse`
         elif func in _FROM_DENSE:
-            is_one = True
+            concerns_sparse = True
         else:
-            is_one = any(t.layout is not torch.strided for t in tensors)
-        if not is_one:
+            concerns_sparse = any(t.layout is not torch.strided for t in tensors)
+        if not concerns_sparse:
             return False
-        target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
-        devices = set(places)
-        if target != "cuda" and Place.GPU not in devices:
+        places = set(map(mode.host.place, tensors))
+        goes_to_gpu = getattr(kwargs.get("device"), "type", "") == "cuda"
+        if not goes_to_gpu and Place.GPU not in places:
             is_in_backward = torch._C._current_graph_task_id() != -1
-            if Place.HOST in devices and is_in_backward and func in _OF_EMBEDDINGS:
+            if Place.HOST in places and is_in_backward and func in _OF_EMBEDDINGS:
                 line = mode.attribution.lines.current()
                 raise UnsupportedError(
                     f"{line or 'the script'}: a sparse gradient of an embedding on the host cannot "
                     "be simulated",
                     hint="move the embedding to the GPU, or make it with `sparse=False`",
                 )
-            return func in _ON_HOST_TOO and Place.HOST in devices
+            return func in _ON_HOST_TOO and Place.HOST in places
         if self._rule(func, tensors) is not None:
             return True
         is_torch_view = func in sparse_rows.VIEWS or not any(map(is_compressed, tensors))
@@ -447,8 +442,8 @@ class SparseTensors:
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run the rule of `func` for sparse tensors, and record what it allocates."""
-        self._is_any = True
-        depth, INSIDE.depth = INSIDE.depth, 0
+        self._has_sparse = True
+        depth, INSIDE.depth = INSIDE.depth, 0  # so that the mode records the operators inside
         try:
             with self._mode, torch.no_grad(), reenabled_decisions():
                 rule = self._rule(func, placement.sample_tensors(args, kwargs))

@@ -65,9 +65,9 @@ def parts_of(matrix: Tensor) -> Parts:
 
 
 def _matrix(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Tensor:
-    values = parts[2]
+    _, _, values = parts
     device = META if is_meta(values) else CPU
-    # meta refuses entries
+    # the check of entries fails on meta tensors
     check_invariants: Any = torch.sparse.check_sparse_tensor_invariants
     with check_invariants(False), torch._C._DisableTorchDispatch():
         return _MADE(*parts, shape, dtype=values.dtype, layout=layout, device=device)
@@ -99,8 +99,9 @@ def _assembled(
         raise NotImplementedError
     parts = offsets, indices, values
     if shape is None:
-        lengths = len(offsets) - 1, _width(mode, indices, len(offsets) - 1)
-        shape = lengths if kwargs["layout"] is CSR else lengths[::-1]
+        length = len(offsets) - 1
+        width = _width(mode, indices, default=length)
+        shape = (length, width) if kwargs["layout"] is CSR else (width, length)
     if Place.GPU not in map(mode.host.place, parts):
         return _on_host(parts, shape, kwargs["layout"])
     if torch._C._check_sparse_tensor_invariants():
@@ -112,19 +113,19 @@ def _assembled(
 def _width(mode: SimMode, indices: Tensor, default: int) -> int:
     """Return the largest of `indices` plus 1. If `indices` are unknown, return `default`, the other
     size of the matrix, as if it were square."""
-    known = mode.values.value_of(indices)
-    if known is None:
+    index_values = mode.values.value_of(indices)
+    if index_values is None:
         mode.guesses.note("the size of a sparse matrix, as square")
         return default
     with torch._C._DisableTorchDispatch():
-        return int(known.max()) + 1 if len(known) else 0
+        return int(index_values.max()) + 1 if len(index_values) else 0
 
 
 def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor:
     """Return a matrix on the host; unknown values are 1, unknown entries are spread evenly."""
     offsets, indices, values = parts
-    is_by_row = layout is CSR
-    num_entries, width = len(indices), shape[1 if is_by_row else 0]
+    num_rows, num_columns = shape
+    num_entries, width = len(indices), num_columns if layout is CSR else num_rows
     with torch._C._DisableTorchDispatch():
         if is_meta(offsets):
             order = torch.arange(len(offsets), device=CPU, dtype=offsets.dtype)
@@ -143,9 +144,9 @@ def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if kwargs.get("layout") not in (None, matrix.layout):
         raise NotImplementedError
-    where = {} if device is None else {"device": device}
-    values = values.to(dtype=dtype, copy=True, **where)
-    offsets, indices = (t.to(copy=True, **where) for t in (offsets, indices))
+    target = {} if device is None else {"device": device}
+    values = values.to(dtype=dtype, copy=True, **target)
+    offsets, indices = (t.to(copy=True, **target) for t in (offsets, indices))
     if device is not None and device.type == "cpu":
         return _on_host((offsets, indices, values), matrix.shape, matrix.layout)
     return matrix_of_parts((offsets, indices, values), matrix)
@@ -183,7 +184,8 @@ def _mul(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
 
 @on_compressed("mul_.Tensor mul_.Scalar")
 def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
-    parts_of(matrix)[2].mul_(factor)
+    _, _, values = parts_of(matrix)
+    values.mul_(factor)
     return matrix
 
 
@@ -319,7 +321,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
     with torch._C._DisableTorchDispatch():
         mask_values = torch.zeros(dense.shape, dtype=torch.bool, device=CPU)
         if places is None:
-            mask_values.view(-1)[: len(indices)] = True  # their number is known
+            mask_values.view(-1)[: len(indices)] = True  # only the number of entries is known
         else:
             mask_values[places if matrix.layout is CSR else places[::-1]] = True
     if places is None:
@@ -471,7 +473,7 @@ def _sampled_addmm(
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     """Multiply two CSR matrices by `cusparseSpGEMM`, which needs 32-bit indices."""
     (offsets, indices, values), (offsets2, indices2, _) = parts_of(first), parts_of(second)
-    num_products, places, is_guess = _product_size(mode, first, second)
+    num_pairs, places, is_guess = _product_size(mode, first, second)
     zeros = offsets.new_zeros(first.size(0) + 1)
     empty = offsets.new_empty(1)
     unset = torch.empty_like(zeros)
@@ -479,7 +481,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     int32_parts = [t.int() for t in (indices, offsets, indices2, offsets2)]
     starts = unset.int()
     del unset
-    workspaces = product_workspaces(first.size(0), len(indices), num_products, values.itemsize)
+    workspaces = product_workspaces(first.size(0), len(indices), num_pairs, values.itemsize)
     site = mode.attribution.site(aten.addmm.default)
     blocks = [mode.memory.allocate_workspace(size, site) for size in workspaces if size]
     num_entries = places if isinstance(places, int) else places.size(1)
@@ -489,10 +491,11 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
         with torch._C._DisableTorchDispatch():
             counts = places[0].bincount(minlength=first.size(0))
             parts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), places[1].int()
+    record = mode.guessed.adopt if is_guess else mode.values.overwrite
     for i, tensor in enumerate((starts, columns)):
         filled(mode, tensor)
         if isinstance(places, Tensor):
-            (mode.guessed.adopt if is_guess else mode.values.overwrite)(tensor, parts[i])
+            record(tensor, parts[i])
     for block in reversed(blocks):
         mode.memory.free(block)
     while int32_parts:
@@ -505,16 +508,16 @@ def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, in
     """Return (number of multiplied pairs of entries, entries of the product, True if guessed). The
     entries are a tensor of (row, column) indices, or an estimated number if these are unknown."""
     (offsets, indices, _), (offsets2, indices2, _) = parts_of(first), parts_of(second)
-    places1, places2 = (
-        _coordinates(mode, *pair, may_guess=True)
-        for pair in ((offsets, indices), (offsets2, indices2))
-    )
+    places1 = _coordinates(mode, offsets, indices, may_guess=True)
+    places2 = _coordinates(mode, offsets2, indices2, may_guess=True)
     index_parts = offsets, indices, offsets2, indices2
     is_guess = any(mode.guessed.value_of(part) is not None for part in index_parts)
     if places1 is not None and places2 is not None:
         with torch._C._DisableTorchDispatch():
-            num_products = int(places2[0].bincount(minlength=second.size(0))[places1[1]].sum())
-            if num_products <= MAX_COUNTED:
+            (_, columns1), (rows2, _) = places1, places2
+            row_lengths2 = rows2.bincount(minlength=second.size(0))
+            num_pairs = int(row_lengths2[columns1].sum())
+            if num_pairs <= MAX_COUNTED:
                 ones = (
                     torch.sparse_coo_tensor(
                         torch.stack(place).long(), torch.ones(len(place[1]), device=CPU),
@@ -527,14 +530,15 @@ def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, in
                     mode.guesses.note(
                         f"a product of sparse matrices with {places.size(1):,} entries"
                     )
-                return num_products, places, is_guess
+                return num_pairs, places, is_guess
     else:
-        num_products = len(indices) * len(indices2) // max(1, second.size(0))
+        num_pairs = len(indices) * len(indices2) // max(1, second.size(0))
+    # the expected number of distinct places of pairs that are spread at random
     num_places = first.size(0) * second.size(1)
-    num_entries = round(-num_places * math.expm1(-num_products / max(1, num_places)))
+    num_entries = round(-num_places * math.expm1(-num_pairs / max(1, num_places)))
     mode.guesses.note(f"a product of sparse matrices with {num_entries:,} entries")
     mode.notes.add(LARGEST)
-    return num_products, num_entries, True
+    return num_pairs, num_entries, True
 
 
 def product_workspaces(

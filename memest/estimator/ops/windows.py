@@ -7,6 +7,7 @@ Evidence: the allocator's events of each operator, recorded on an H100.
 """
 
 import torch
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.ops import registry
@@ -44,7 +45,8 @@ def unfold_backward(c: KernelCall) -> Scratch:
     sizes, step, size = c.input_sizes, c.step, c.size
     if step >= size:
         return Scratch()
-    positions = min(sizes[c.dim], (c.grad_in.shape[c.dim % len(sizes)] - 1) * step + size)
+    num_windows = c.grad_in.shape[c.dim % len(sizes)]
+    positions = min(sizes[c.dim], (num_windows - 1) * step + size)
     return Scratch(after=(positions * INDEX_BYTES,))
 
 
@@ -97,7 +99,7 @@ register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
 
 
 # ------------------------------------------------------------------- sampling at a grid
-_BY_CUDNN = (torch.float64, torch.float32, torch.float16)
+_CUDNN_DTYPES = (torch.float64, torch.float32, torch.float16)
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
@@ -105,9 +107,9 @@ def _is_by_cudnn(c: KernelCall) -> bool:
     image, and at most 1024 channels (GridSampler.cpp)."""
     return (
         torch.backends.cudnn.enabled
-        and c.input.dtype in _BY_CUDNN
-        and c.grid.dtype in _BY_CUDNN
-        and c.interpolation_mode == c.padding_mode == 0
+        and c.input.dtype in _CUDNN_DTYPES
+        and c.grid.dtype in _CUDNN_DTYPES
+        and c.interpolation_mode == c.padding_mode == 0  # `Bilinear`, `Zeros`
         and c.align_corners
         and 0 < c.input.size(1) <= 1024
     )
@@ -115,7 +117,11 @@ def _is_by_cudnn(c: KernelCall) -> bool:
 
 def _cudnn_copies(c: KernelCall) -> tuple[int, ...]:
     """Return the bytes of copies: of an image that `expand` made, and of a grid with gaps."""
-    return (c.input.nbytes,) * (0 in c.input.stride()) + contiguous_copy(c.grid)
+    return _copy_if_expanded(c.input) + contiguous_copy(c.grid)
+
+
+def _copy_if_expanded(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.nbytes,) if 0 in tensor.stride() else ()
 
 
 op(
@@ -131,7 +137,7 @@ def grid_sampler_backward(c: KernelCall) -> Events:
     that the call does not return is temporary. Without cuDNN, only outputs are allocated."""
     if not _is_by_cudnn(c):
         return c.outputs()
-    copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())
+    copies = _cudnn_copies(c) + _copy_if_expanded(c.grad_output)
     gradients: Events = []
     frees: Events = []
     for i, tensor in enumerate((c.input, c.grid)):
