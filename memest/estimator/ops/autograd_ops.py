@@ -34,9 +34,8 @@ _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 
-LOWER_PRECISION, FLOAT32, FLOAT32_SINCE_2_12, FLOAT32_RESULT, PROMOTE = read_table(
-    __file__, "autocast.json"
-).values()
+_POLICIES = read_table(__file__, "autocast.json").values()
+LOWER_PRECISION, FLOAT32, FLOAT32_SINCE_2_12, FLOAT32_RESULT, PROMOTE = _POLICIES
 """Operators by the policies of ATen/autocast_mode.h (torch 2.11). A test compares their union with
 what the installed torch registers for AutocastCUDA. The release's `casts_rms_norm` decides the
 third.

@@ -139,7 +139,6 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
     return answers_of(installed, gpu.chip).find((shapes, direction, "tried"), largest_two)
 
 
-# ------------------------------------------------------------------- stored answers
 MAX_ANSWERS = 20_000  # about 0.7 MB
 WRITE_EVERY = 256  # new answers after which the file is written; also when the process ends
 Answer = tuple[int, ...]
@@ -491,7 +490,6 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
     return around((float32_bytes,), partial_sums + outputs({2: num_bytes}))
 
 
-# ------------------------------------------------------------------- gradients of gradients
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(next_kernel: Next, *args: Any) -> Any:
     """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.

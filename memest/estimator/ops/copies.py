@@ -115,9 +115,8 @@ register(
     about="no memory: `ZeroTensorAllocator` (TensorFactories.cpp)",
     requests=lambda c: [],
 )
-register(  # cuda/FillKernel.cu
-    "full", refuse=lambda c: "" if c.dtype is None else overflow(c.fill_value, c.dtype)
-)
+# cuda/FillKernel.cu
+register("full", refuse=lambda c: "" if c.dtype is None else overflow(c.fill_value, c.dtype))
 register("fill_.Scalar constant_pad_nd", refuse=fits)
 
 register(

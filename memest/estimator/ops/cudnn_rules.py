@@ -15,16 +15,14 @@ from memest.units import ceil_div, round_up
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 TILE = 128  # rows and columns of the product that one block of threads computes
-BLOCKS_PER_SM, LEAST_DEPTH = {4: 2, 2: 1, 8: 1}, {4: 64, 2: 2048, 8: 64}
-"""Blocks per multiprocessor of a product that is split along its inner dimension, and least
-elements of a split; by bytes per element.
-"""
+BLOCKS_PER_SM_BY_ITEMSIZE = {4: 2, 2: 1, 8: 1}  # of a product split along its inner dimension
+MIN_DEPTH_BY_ITEMSIZE = {4: 64, 2: 2048, 8: 64}  # elements of a split
 
 H100_SMS = 132
 FEW_CHANNELS = 14  # most channels of a convolution in NCHW without rearranged operands
 HEADER_BYTES = 16  # pointers in front of rearranged operands
-MOST_GROUPS = 8  # most groups that are transformed at a time
-MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a whole
+MAX_GROUPS = 8  # most groups that are transformed at a time
+MAX_SIDE = 256  # most pixels of a padded image's side that is transformed as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +112,10 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
     num_sums = samples
     if c.is_channels_last:
         tiles = ceil_div(inputs, TILE) * ceil_div(outputs, TILE)
-        num_sums = num_sms * BLOCKS_PER_SM[item_bytes] // tiles
-        num_sums = min(num_sums, samples * prod(c.result) // LEAST_DEPTH[item_bytes])
-        num_sums = 0 if num_sums == 1 else num_sums
+        num_sums = num_sms * BLOCKS_PER_SM_BY_ITEMSIZE[item_bytes] // tiles
+        num_sums = min(num_sums, samples * prod(c.result) // MIN_DEPTH_BY_ITEMSIZE[item_bytes])
+        if num_sums == 1:  # the single sum is the result
+            return 0
     return num_sums * inputs * outputs * max(4, item_bytes)
 
 
@@ -188,7 +187,7 @@ def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
     if max(c.stride) > 1:
         dims = zip(c.window, planar(c.stride), planar(c.padding, 0), strict=True)
         return direction == "input" and all(k > s or p % s for k, s, p in dims)
-    return min(c.window) > 1 if direction == "input" else _padded_side(c) <= MOST_SIDE
+    return min(c.window) > 1 if direction == "input" else _padded_side(c) <= MAX_SIDE
 
 
 def _padded_side(c: ConvolutionShapes) -> int:
@@ -221,8 +220,8 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
     with other numbers of input than output channels may take more.
     """
     if c.groups == 1:
-        rearranged = _rearranged_bytes(c) if c.is_channels_last else 0
-        return _one_group(c, direction) + (0 if max(c.stride) > 1 else rearranged)
+        is_rearranged = c.is_channels_last and max(c.stride) == 1
+        return _one_group_bytes(c, direction) + (_rearranged_bytes(c) if is_rearranged else 0)
     samples, inputs, outputs = c.channels
     group = replace(
         c, groups=1, is_channels_last=False,
@@ -230,32 +229,35 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
         weight=(outputs // c.groups, *c.weight[1:]),
         output=(samples, outputs // c.groups, *c.output[2:]),
     )  # fmt: skip
-    num_bytes = _one_group(group, direction)
+    num_bytes = _one_group_bytes(group, direction)
     if max(c.stride) == 1:
-        has_weight = c.is_channels_last and max(c.window) > 1
-        weight = 0 if has_weight else prod(group.weight) * c.dtype.itemsize
-        num_bytes += _rearranged_bytes(group) - weight
-    return min(c.groups, MOST_GROUPS) * num_bytes
+        num_bytes += _rearranged_bytes(group)
+        if not c.is_channels_last or max(c.window) == 1:  # the weight is not copied
+            num_bytes -= prod(group.weight) * c.dtype.itemsize
+    return min(c.groups, MAX_GROUPS) * num_bytes
 
 
-def _one_group(c: ConvolutionShapes, direction: str) -> int:
+def _one_group_bytes(c: ConvolutionShapes, direction: str) -> int:
     if max(c.stride) > 1:
         return _strided_fourier_bytes(c)
     samples, inputs, outputs = c.channels
     side, padded_side = 16, _padded_side(c)
     while side < padded_side:
         side *= 2
-    of_input, of_output, of_weight = samples * inputs, samples * outputs, inputs * outputs
+    input_planes, output_planes = samples * inputs, samples * outputs
+    weight_planes = inputs * outputs
     if direction == "input":
         has_one_tile = all(
             image <= 32 - window + 1 for image, window in zip(c.image, c.window, strict=True)
         )
-        planes = (1 if has_one_tile else 2) * (of_input + of_output) + of_weight
-        return planes * _plane_bytes(32)
+        num_tiles = 1 if has_one_tile else 2
+        return (num_tiles * (input_planes + output_planes) + weight_planes) * _plane_bytes(32)
     if direction == "forward":
-        elements, planes = of_weight * prod(c.window), max(of_weight + of_input, of_output)
+        elements = weight_planes * prod(c.window)
+        planes = max(weight_planes + input_planes, output_planes)
     else:
-        elements, planes = of_output * prod(c.result), max(of_weight, of_input + of_output)
+        elements = output_planes * prod(c.result)
+        planes = max(weight_planes, input_planes + output_planes)
     return 4 * elements + 2 * planes * _plane_bytes(side)
 
 
@@ -267,23 +269,25 @@ def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
     samples, inputs, outputs = c.channels
     if max(c.stride) == 2:
         inputs += inputs % 2
-    phases, has_one_tile = prod(c.stride), True
-    image = gradient = window = 1
+    phases, num_tiles = prod(c.stride), 1
+    image = gradient = window = 1  # elements
     dims = zip(c.image, c.result, c.window, planar(c.stride), planar(c.padding, 0), strict=True)
     for size, result, width, step, pad in dims:
         phase_size, phase_width = ceil_div(size, step), ceil_div(width + -pad % step, step)
-        has_one_tile &= phase_size + phase_width - 1 <= 32
+        if phase_size + phase_width - 1 > 32:
+            num_tiles = 2
         image *= phase_size * step
-        gradient *= result + (pad % step > 0 and phase_width == ceil_div(width, step))
+        has_margin = pad % step > 0 and phase_width == ceil_div(width, step)
+        gradient *= result + 1 if has_margin else result
         window *= phase_width
     plane, item = _plane_bytes(32), c.dtype.itemsize
     weight_bytes = phases * inputs * outputs * (plane + window * item) + HEADER_BYTES
-    planes = (1 if has_one_tile else 2) * (phases * inputs + outputs)
+    planes = num_tiles * (phases * inputs + outputs)
     return weight_bytes + samples * (planes * plane + item * (inputs * image + outputs * gradient))
 
 
 def _plane_bytes(side: int) -> int:
-    return side * (side // 2 + 1) * 8
+    return side * (side // 2 + 1) * 8  # complex64
 
 
 def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
@@ -297,8 +301,9 @@ def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
         return product_bytes(c, direction)
     if c.is_depthwise and c.dtype.itemsize == 2:
         return compiled_bytes(c, direction)
-    has_few = min(c.channels[1:]) <= FEW_CHANNELS
-    if c.is_channels_last or c.is_depthwise or has_few or c.dtype == torch.float64:
+    _, inputs, outputs = c.channels
+    has_few_channels = min(inputs, outputs) <= FEW_CHANNELS
+    if c.is_channels_last or c.is_depthwise or has_few_channels or c.dtype == torch.float64:
         return 0
     return _rearranged_bytes(c)
 

@@ -27,8 +27,8 @@ FEW_PRIMES = 31  # largest prime factor of a length without an extra pass, in fl
 FEWER_PRIMES = 13  # the same in float64, and for each length of a 2-D transform
 ONE_PASS = frozenset((480, 600, 640, 768, 800, 960, 1000, 1920))  # real transforms above 400
 WIDE_DOUBLE = frozenset((6000, 22050))  # real float64 transforms with the last complex point
-LONGEST = (1 << 30, 1024, 128)  # largest measured length of each dimension, of one, two and three
-MOST = (65536, 9000, 1024)  # largest measured batches
+# largest that were measured, of transforms in one, two and three dimensions
+MAX_LENGTHS, MAX_BATCHES = (1 << 30, 1024, 128), (65536, 9000, 1024)
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # measured
 
 SHARES: dict[str, dict[int, str]] = {
@@ -83,7 +83,7 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
     complex number, 8 or 16. `kind` is "rfft" (from real) or "irfft" (to real). It ends in
     " by strides" if the transformed dimension is not contiguous."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
-    if share and share in "-hg":
+    if share in ("-", "h", "g"):
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch
     if share or n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
         pairs = ceil_div(batch, 2)
@@ -92,7 +92,8 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
             return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
         if _is_split(n, item):
             return whole + round_up(max(whole, (n // 2 + 1) * item * 2 * pairs), 1024)
-        return whole + round_up(whole, 1024) if share or (n > 128 and _largest_prime(n) > 7) else 0
+        needs_workspace = share or (n > 128 and _largest_prime(n) > 7)
+        return whole + round_up(whole, 1024) if needs_workspace else 0
     if n in (32768, 65536) and batch >= 256 and item == 8:
         return 0
     if complex_bytes(n // 2, batch, item) or (item == 16 and n in WIDE_DOUBLE):
@@ -111,16 +112,17 @@ def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
 def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
     sizes, batch = _split(tensor, dims)
     item = tensor.itemsize * (1 if tensor.is_complex() else 2)
+    is_real = kind.startswith(("rfft", "irfft"))
     if len(sizes) == 1:
-        return (real_bytes if "r" in kind[:2] else complex_bytes)(sizes[0], batch, item, kind)
+        return (real_bytes if is_real else complex_bytes)(sizes[0], batch, item, kind)
     if len(sizes) != 2:
         return 0
     m, n = sizes
-    if "r" in kind[:2]:
+    if is_real:
         if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
             return 0
         whole = m * n * item * ceil_div(batch, 2)
-        is_halved = kind[0] == "i" and (_is_split(m) or _is_split(n))
+        is_halved = kind.startswith("irfft") and (_is_split(m) or _is_split(n))
         half = m * (n // 2 + 1) * item * batch if is_halved else 0
         return whole + round_up(max(whole, half), 1024)
     return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
@@ -132,10 +134,9 @@ def _copy_bytes(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     `_exec_fft` sorts the dimensions outside `dims` by these strides, and merges them into one. A
     view is enough if one stride fits the merged dimension."""
     transformed = {dim % tensor.dim() for dim in dims}
-    batch_dims = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
-                  if i not in transformed and n != 1]  # fmt: skip
-    pairs = pairwise(sorted(batch_dims, key=lambda dim: -dim[0]))
-    is_view = all(outer == inner * length for (outer, _), (inner, length) in pairs)
+    others = [i for i, size in enumerate(tensor.shape) if i not in transformed and size != 1]
+    by_stride = sorted(others, key=lambda dim: -strides[dim])
+    is_view = all(strides[a] == strides[b] * tensor.shape[b] for a, b in pairwise(by_stride))
     return 0 if is_view else tensor.nbytes
 
 
@@ -145,7 +146,7 @@ def _is_measured(c: KernelCall) -> bool:
     if c.gpu.capability != (9, 0) or not 0 <= index < 3 or c.self.dtype not in DTYPES:
         return False
     is_split = index == 2 and any(_is_split(n) for n in lengths)
-    return max(lengths) <= LONGEST[index] and batch <= MOST[index] and not is_split
+    return max(lengths) <= MAX_LENGTHS[index] and batch <= MAX_BATCHES[index] and not is_split
 
 
 register(
@@ -159,8 +160,9 @@ register(
 def forward(c: KernelCall) -> Events:
     """Allocations of `_fft_c2c` and `_fft_r2c`: result, copy of the input, workspace."""
     copy_bytes = _copy_bytes(c.self, c.self.stride(), c.dim)
-    is_apart = not copy_bytes and c.self.stride(c.dim[-1]) != 1
-    kind = ("fft" if c.self.is_complex() else "rfft") + " by strides" * is_apart
+    kind = "fft" if c.self.is_complex() else "rfft"
+    if not copy_bytes and c.self.stride(c.dim[-1]) != 1:
+        kind += " by strides"
     return c.outputs() + passing(copy_bytes, _workspace(c.self, c.dim, kind))
 
 
@@ -171,5 +173,5 @@ def to_real(c: KernelCall) -> Events:
     `_copy_bytes` is not 0."""
     strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
     copy_bytes = _copy_bytes(c.self, strides, c.dim)
-    kind = "irfft" + " by strides" * (not copy_bytes and strides[c.dim[-1]] != 1)
+    kind = "irfft by strides" if not copy_bytes and strides[c.dim[-1]] != 1 else "irfft"
     return c.outputs() + passing(c.self.nbytes, copy_bytes, _workspace(c.out, c.dim, kind))

@@ -24,12 +24,9 @@ aten = torch.ops.aten
 
 
 def in_nodes(
-    nodes: str,
-    *,
-    instead: Any = None,
-    more: Args = (),
+    nodes: str, *, instead: Any = None, more: Args = (),
     is_possible: Callable[..., bool] | None = None,
-) -> Callable[[Any, Args], tuple[Any, Args]]:
+) -> Callable[[Any, Args], tuple[Any, Args]]:  # fmt: skip
     """Return a rule for an operator that autograd, without a dispatch mode, runs in place.
 
     The rule gets an operator and its arguments, and returns (operator, arguments) to run instead.

@@ -138,7 +138,6 @@ def linear(next_kernel: Next, x: Tensor, weight: Tensor, bias: Tensor | None = N
     return next_kernel(x, weight, bias)
 
 
-# ------------------------------------------------------------------------ cuBLAS
 LT_WORKSPACE_BYTES = MIB  # `parseCUDABlasLtWorkspaceSize`: 1024 KiB, pytorch issue 73328
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

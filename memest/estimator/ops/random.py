@@ -441,7 +441,6 @@ def _distribution_parameters(func: Any, args: Args, kwargs: Kwargs) -> list[floa
     return [float(value) for name, value in arguments if name != "generator"]
 
 
-# ------------------------------------------------------------------ requests, results
 _ODDS_OF_DISTINCT_KEYS = 0.9  # for which `randperm` draws enough bits
 
 

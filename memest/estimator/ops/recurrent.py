@@ -98,7 +98,8 @@ def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
     if layers.proj_size or layers.is_packed or layers.dtype is torch.float64:
         return False
     is_plain = layers.mode in (RNN_RELU, RNN_TANH)
-    limit = (384 if forward else 256) if is_plain else (192 if forward else 128)
+    forward_limit, backward_limit = (384, 256) if is_plain else (192, 128)
+    limit = forward_limit if forward else backward_limit
     return layers.hidden_size <= limit and layers.dtype is not torch.bfloat16
 
 
@@ -135,7 +136,8 @@ def _common_bytes(layers: Layers) -> int:
     rearranged weights, 8 MiB for the matrix products of each layer and direction, and the sequence
     lengths unless packed."""
     h, d, num = layers.hidden_size, layers.directions, layers.num_layers
-    out, lengths = layers.proj_size or h, 0 if layers.is_packed else 8 * layers.batch
+    out = layers.proj_size or h
+    lengths = 0 if layers.is_packed else 8 * layers.batch
     widths = layers.input_size + (num - 1) * out * d + num * out  # columns of one direction
     matrices = d * (_GATES[layers.mode] * h * widths + num * layers.proj_size * h)
     return matrices * layers.dtype.itemsize + num * d * _LAYER_WORKSPACE_BYTES + _ALIGN + lengths
@@ -155,23 +157,25 @@ def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
         rows += 4 * gates * n * h
     if d == 2:
         rows += 4 * n * h + (2 if is_persistent else 4) * num * layers.batch * h
-    kind = 0 if layers.is_packed else 2 if is_persistent else 1
-    rows += _STATES[layers.mode][kind] * layers.batch * h * num * d
+    packed, padded, persistent = _STATES[layers.mode]
+    states = persistent if is_persistent else padded
+    rows += (packed if layers.is_packed else states) * layers.batch * h * num * d
     return _common_bytes(layers) + rows * layers.dtype.itemsize
 
 
 def _backward_bytes(layers: Layers, is_persistent: bool) -> int:
     h, i, n, d = layers.hidden_size, layers.input_size, layers.num_rows, layers.directions
     num, widest = layers.num_layers, max(layers.hidden_size, layers.input_size)
+    stacked = 1 if num > 1 else 0
     packed, padded, persistent = _BACKWARD_STATES[layers.mode]
     if is_persistent:
-        rows = n * ((_PERSISTENT_BACKWARD[layers.mode] + 3 * (d - 1) + (num > 1) * d) * h + 2 * i)
+        rows = n * ((_PERSISTENT_BACKWARD[layers.mode] + 3 * (d - 1) + stacked * d) * h + 2 * i)
         rows += n * widest * (4 if d == 2 else 1)
         states = persistent * d + 2 * (d - 1)
     else:
         rows = 0 if layers.is_packed else 2 * n * (d * h + i)
         if d == 2:
-            rows += n * ((2 + 2 * (num > 1)) * h + 4 * widest)
+            rows += n * ((2 + 2 * stacked) * h + 4 * widest)
         else:
             rows += n * widest + min(n, _chunk(layers) * layers.batch) * h
         states = (packed if layers.is_packed else padded) * d + 4 * (d - 1)
@@ -267,7 +271,8 @@ def recurrent_backward(c: KernelCall) -> Events:
     workspace = workspace_bytes(_layers(c), is_training=True, is_backward=True)
     events = temporaries(*x_copy, *grads) + c.outputs(0, 1, 2)
     events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
-    if c.output_mask[3]:
+    *_, needs_weights = c.output_mask
+    if needs_weights:
         flat = c.weight_buf.nbytes
         weight_events = outputs({3: flat}) + passing(workspace)
         if c.weight_stride0 < 4:  # without biases the gradients are copied out of the buffer
@@ -298,7 +303,6 @@ for _name, _about, _requests in (
     register(_name, about=f"{_about} (cuda/RNN.cu)", requests=_requests)
 
 
-# ------------------------------------------------------------------ layers and cells
 _MODES = {"RNN_RELU": RNN_RELU, "RNN_TANH": RNN_TANH, "LSTM": LSTM, "GRU": GRU}
 _FLATTENED = (torch.float16, torch.float32, torch.float64)
 """`CUDNN_TENSOR_DTYPES` of torch/backends/cudnn; bfloat16 weights are copied at each call."""
@@ -371,7 +375,8 @@ def _forward(c: KernelCall) -> Any:
         output = x.new_empty((layers.num_steps, layers.batch, width))
         output = output.transpose(0, 1) if c.batch_first else output
     if buffer is None:
-        buffer = x.new_empty(weight_places(c.weight, c.weight_stride0)[1])
+        _, length = weight_places(c.weight, c.weight_stride0)
+        buffer = x.new_empty(length)
     reserve = x.new_empty(reserve_bytes(layers) if c.train else 0, dtype=torch.uint8)
     cy = hx.new_empty(0) if cx is None else torch.empty_like(cx)
     return output, torch.empty_like(hx), cy, reserve, buffer
@@ -414,7 +419,7 @@ def _gru_cell_backward(c: KernelCall) -> Any:
     rows, hidden = c.workspace.shape[0], c.workspace.shape[1] // 5
     gates = [c.workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
     biases = [c.workspace.new_empty(hidden * 3) if c.has_bias else None for _ in range(2)]
-    return gates[0], gates[1], torch.empty_like(c.grad_hy), *biases
+    return *gates, torch.empty_like(c.grad_hy), *biases
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
@@ -482,7 +487,8 @@ def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
             x, weights, stride, buffer, hx, cx, mode, hidden, proj, num_layers, batch_first,
             dropout, train, both, batch_sizes, state,
         )  # fmt: skip
-        return (out[0], out[1], out[2]) if mode == LSTM else (out[0], out[1])
+        output, hy, cy, *_ = out
+        return (output, hy, cy) if mode == LSTM else (output, hy)
 
     return layer
 
@@ -496,20 +502,22 @@ for _packet, _mode in (
 
 @registry.above_autograd("lstm_cell")
 def lstm_cell(
-    _: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
+    _: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c). `hidden`
-    has the previous (h, c). `biases` are none or those of both products."""
-    gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
-    b_ih, b_hh = (*biases, None, None)[:2]
-    out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)
-    return out[0], out[1]
+    has the previous (h, c). `b_ih` and `b_hh` are the biases of both products, or None."""
+    hx, cx = hidden
+    gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
+    new_hx, new_cx, _ = aten._thnn_fused_lstm_cell.default(*gates, cx, b_ih, b_hh)
+    return new_hx, new_cx
 
 
 @registry.above_autograd("gru_cell")
-def gru_cell(_: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
+def gru_cell(
+    _: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
     """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest; return the new state.
-    `hx` is the previous one. `biases` are none or those of both products."""
+    `hx` is the previous one. `b_ih` and `b_hh` are the biases of both products, or None."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
-    b_ih, b_hh = (*biases, None, None)[:2]
-    return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
+    new_hx, _ = aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)
+    return new_hx

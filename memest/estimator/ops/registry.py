@@ -218,9 +218,7 @@ class Op:
 _parts_by_overload: dict[OpOverload, dict[str, Any]] = {}
 _op_by_id: dict[int, Op] = {}
 
-OUTPUTS_ONLY: frozenset[str] = frozenset().union(
-    *read_table(__file__, "outputs_only.json").values()
-)
+OUTPUTS_ONLY = frozenset[str]().union(*read_table(__file__, "outputs_only.json").values())
 """Operators, or overloads, whose kernels allocate their outputs only, by the family's file.
 
 Evidence: recorded on an H200 without a temporary, or the same kind of kernel as one recorded.
@@ -306,14 +304,10 @@ Sizes = int | Sequence[int]
 
 
 def op(
-    operators: str,
-    about: str,
-    *,
-    before: Callable[[KernelCall], Sizes] = lambda call: (),
+    operators: str, about: str, *, before: Callable[[KernelCall], Sizes] = lambda call: (),
     after: Callable[[KernelCall], Sizes] = lambda call: (),
-    then: Callable[[KernelCall], Events] | None = None,
-    **parts: Any,
-) -> None:
+    then: Callable[[KernelCall], Events] | None = None, **parts: Any,
+) -> None:  # fmt: skip
     """Register `overloads(operators)`, whose kernels make temporaries before and after outputs.
 
     `before` and `after` return their bytes for a call; 0 allocates nothing. `then`, if given,

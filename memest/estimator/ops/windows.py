@@ -98,7 +98,6 @@ def sliding(c: KernelCall) -> Events:
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
 
 
-# ------------------------------------------------------------------- sampling at a grid
 _CUDNN_DTYPES = (torch.float64, torch.float32, torch.float16)
 
 
