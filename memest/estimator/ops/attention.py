@@ -381,7 +381,6 @@ def _has_tokens_before_heads(tensor: Tensor) -> bool:
     return tensor.transpose(1, 2).is_contiguous()
 
 
-# --------------------------------------------------------------------------- flash
 def _dropout_offset(count: int, dropout_p: float) -> int:
     """Return by how much dropout of `count` numbers advances the random generator's offset; 0 if
     `dropout_p` is 0."""
@@ -491,7 +490,6 @@ def _gradient_outputs(c: KernelCall) -> Events:
     return outputs({i: t.nbytes for i, t in enumerate((c.query, c.key, c.value))})
 
 
-# ----------------------------------------------------------------------- efficient
 @registry.requests("_scaled_dot_product_efficient_attention", random_offset=_offset_of_scores)
 def efficient_forward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_forward`: output, logsumexp, and perhaps an accumulator.
@@ -582,7 +580,6 @@ def _efficient_tile(
     return queries, keys, is_half and max_width > queries
 
 
-# --------------------------------------------------------------------------- cuDNN
 def cudnn_output(args: Args, out: Any) -> Any:
     """Return `out`, the results of attention, with the strides that CUDA's kernel gives the first.
     The strides are those of the query `args[0]` (`alloc_with_matching_layout`). The meta kernel of
@@ -636,7 +633,6 @@ def cudnn_backward(c: KernelCall) -> Events:
     return _gradient_outputs(c) + passing(copy, workspace + _engine_bytes(c))
 
 
-# ---------------------------------------------------------------------------- math
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
     """Allocations of `_safe_softmax` (attention.cpp): result, two bool masks, and a 0-d zero. The
