@@ -193,7 +193,7 @@ def test_properties_of_a_gpu_name_their_source_and_agree_with_the_catalogue() ->
 def at(monkeypatch: pytest.MonkeyPatch, folder: Path, *, has_cublaslt: bool = True) -> None:
     monkeypatch.setattr(cudnn_library, "_folders", lambda: iter([folder]))
     if has_cublaslt:
-        monkeypatch.setattr(cudnn_library, "_has_cublaslt", lambda folder: True)
+        monkeypatch.setattr(cudnn_library, "_load_cublaslt", lambda folder: True)
 
 
 def test_a_file_that_is_no_library_is_passed_over(

@@ -92,29 +92,30 @@ def _is_asynchronous(func: Any, arguments: Kwargs) -> bool:
 
 def _fill(mode: SimMode, name: str, args: Args) -> None:
     """Set known values of the outputs of collective `name`, as if all ranks had equal inputs."""
+    outputs, inputs, *_ = args  # `inputs` is the process group for an operator in place
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
-        for tensor in args[0]:
+        for tensor in outputs:
             _write(mode, tensor, tensor, _reduction_factor(mode, args))
     elif name == "broadcast_":
         _broadcast(mode, args)
     elif name in ("allgather_", "allgather_coalesced_", "gather_"):
-        for outputs, source in zip(args[0], args[1], strict=False):
-            for output in outputs:
+        for gathered, source in zip(outputs, inputs, strict=False):
+            for output in gathered:
                 _write(mode, output, source)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-        _fill_flat(mode, args[0], args[1], _reduction_factor(mode, args))
+        _fill_flat(mode, outputs, inputs, _reduction_factor(mode, args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
-        for output, source in zip(args[0], args[1], strict=True):
+        for output, source in zip(outputs, inputs, strict=True):
             _fill_flat(mode, output, source, _reduction_factor(mode, args))
     elif name in ("scatter_", "reduce_scatter_"):
-        for output, source in zip(args[0], args[1], strict=False):
-            if source:
-                _write(mode, output, source[_group(args).rank()], _reduction_factor(mode, args))
+        for output, sources in zip(outputs, inputs, strict=False):
+            if sources:
+                _write(mode, output, sources[_group(args).rank()], _reduction_factor(mode, args))
     elif name == "alltoall_":
-        for output, source in zip(args[0], args[1], strict=True):
+        for output, source in zip(outputs, inputs, strict=True):
             _write(mode, output, source)
     elif name == "alltoall_base_":
-        _write(mode, args[0], args[1])
+        _write(mode, outputs, inputs)
 
 
 def _broadcast(mode: SimMode, args: Args) -> None:

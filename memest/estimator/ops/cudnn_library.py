@@ -59,8 +59,10 @@ C_TYPES: dict[int, Any] = {
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 """`cudnnCallback_t`: severity, user data, debug information, message."""
 
-FIRST_OF = {"forward": 700, "input": 706, "weight": 712}  # attributes: two factors, then x, w, y
+# attributes are numbers of `cudnnBackendAttributeName_t`, such as the first one of an operation
+FIRST_OF = {"forward": 700, "input": 706, "weight": 712}  # two factors, convolution, w, x, y
 DATA_TYPES = dict(zip(cudnn_rules.DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
+DATA_FLOAT, DATA_DOUBLE = 0, 1
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
 
 INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
@@ -143,10 +145,10 @@ def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
 
 def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
     """Return `device_properties` of the MIG instance `gpu`, with () for unknown cluster figures."""
-    whole = device_properties(gpus.find_gpu(gpu.whole).chip)
-    if whole is None:
+    text, _ = device_properties(gpus.find_gpu(gpu.whole).chip) or ("", ())
+    if not text:
         return None
-    properties = json.loads(whole[0])
+    properties = json.loads(text)
     cache = int(properties["l2CacheSize"] * gpu.memory_share)
     size = {"multiProcessorCount": gpu.num_sms, "totalGlobalMem": gpu.memory_bytes}
     return json.dumps(properties | size | {"l2CacheSize": cache, "deviceName": gpu.label}), ()
@@ -162,7 +164,7 @@ def _folders() -> Iterator[Path]:
         yield Path(os.environ["CONDA_PREFIX"], "lib")
 
 
-def _has_cublaslt(folder: Path) -> bool:
+def _load_cublaslt(folder: Path) -> bool:
     """Load cuBLASLt, and return whether that succeeded. Without cuBLASLt, cuDNN would abort.
 
     `folder` is the folder of the cuDNN library. The search for cuBLASLt begins in `folder`. It goes
@@ -187,7 +189,7 @@ class Library:
         self._library = cdll
         self._library.cudnnGetVersion.restype = ctypes.c_size_t
         self.version = int(cdll.cudnnGetVersion())
-        self._made: list[Any] = []
+        self._to_destroy: list[Any] = []
         self._properties: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -199,9 +201,10 @@ class Library:
         """Return whether the plans that cuDNN lists for `gpu` are reliable. They are reliable for
         all GPUs older than Hopper. For Hopper and newer GPUs, the cluster figures of `gpu` must be
         known. Also, plans of this release of cuDNN must have been compared with those on a GPU."""
-        properties = device_properties(gpu.chip)
-        has_clusters = properties is not None and bool(properties[1])
-        return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
+        if gpu.capability < (9, 0):
+            return True
+        _, clusters = device_properties(gpu.chip) or ("", ())
+        return bool(clusters) and self.version in MEASURED
 
     def fingerprint(self, gpu: str) -> str:
         """Return a file name, with a hash of all on which results for the GPU `gpu` depend."""
@@ -233,20 +236,20 @@ class Library:
         try:
             yield
         finally:
-            for descriptor in reversed(self._made):
+            for descriptor in reversed(self._to_destroy):
                 self._library.cudnnBackendDestroyDescriptor(descriptor)
-            self._made = []
+            self._to_destroy = []
 
-    def _device(self, gpu: str) -> Any:
+    def _properties_of(self, gpu: str) -> Any:
         if gpu not in self._properties:
             properties = device_properties(gpu)
             if properties is None:
                 raise CudnnError(f"the properties of {gpu} are not known")
             text, clusters = properties
-            descriptor = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))
+            descriptor = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))  # JSON
             if clusters:
                 self._write_clusters(descriptor, text, clusters)
-            self._made.remove(descriptor)
+            self._to_destroy.remove(descriptor)  # it is used again
             self._properties[gpu] = descriptor
         return self._properties[gpu]
 
@@ -276,13 +279,14 @@ class Library:
         if self.version in MEASURED:
             raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
 
-    def _graph(self, shapes: ConvolutionShapes, direction: str) -> Any:
-        conv, (samples, inputs, outputs) = shapes, shapes.channels
+    def _graph(self, conv: ConvolutionShapes, direction: str) -> Any:
+        samples, inputs, outputs = conv.channels
         data_type = DATA_TYPES[conv.dtype]
+        is_double = data_type == DATA_DOUBLE
         convolution = self._make(
             CONVOLUTION,
-            (100, DATA_TYPE, [1 if data_type == 1 else 0]),  # float32 except float64
-            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [len(conv.image)]),
+            (100, DATA_TYPE, [DATA_DOUBLE if is_double else DATA_FLOAT]),  # computed
+            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [len(conv.image)]),  # mode, dimensions
             (105, INT64, planar(conv.padding, 0)), (104, INT64, planar(conv.padding, 0)),
             (103, INT64, planar(conv.stride)), (102, INT64, planar(conv.dilation)),
         )  # fmt: skip
@@ -296,27 +300,27 @@ class Library:
         )
         tensors = [
             self._make(
-                TENSOR,
+                TENSOR,  # unique number, type, sizes, strides, alignment
                 (906, INT64, [ord(name)]), (901, DATA_TYPE, [data_type]), (902, INT64, shape),
                 (903, INT64, strides_of(shape)), (900, INT64, [ALIGNMENT]),
             )
             for name, shape in tensors_of.items()
         ]  # fmt: skip
-        first, factor = FIRST_OF[direction], DOUBLE if data_type == 1 else FLOAT
+        first, factor = FIRST_OF[direction], DOUBLE if is_double else FLOAT
         operation = self._make(
             OPERATIONS[direction],
             (first, factor, [1.0]), (first + 1, factor, [0.0]),
             (first + 2, DESCRIPTOR, [convolution]),
             *((first + 3 + i, DESCRIPTOR, [tensor]) for i, tensor in enumerate(tensors)),
         )  # fmt: skip
-        return self._make(GRAPH, (801, DESCRIPTOR, [operation]))
+        return self._make(GRAPH, (801, DESCRIPTOR, [operation]))  # its operations
 
     def _plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> Iterator[Plan]:
         """Yield plans of both heuristic modes, including those that cuDNN accepts only on a GPU."""
-        properties, graph = self._device(gpu), self._graph(shapes, direction)
+        properties, graph = self._properties_of(gpu), self._graph(shapes, direction)
         for mode in (INSTANT, FALLBACK):
             heuristics = self._make(
-                HEURISTICS,
+                HEURISTICS,  # graph, mode, device
                 (201, DESCRIPTOR, [graph]), (200, HEUR_MODE, [mode]),
                 (204, DESCRIPTOR, [properties]),
             )  # fmt: skip
@@ -324,7 +328,7 @@ class Library:
             for num_requested in itertools.count(1):  # cuDNN checks until it has enough of them
                 with self._log() as rejected:
                     configs = [self._new(CONFIG) for _ in range(num_requested)]
-                    num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))
+                    num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))  # results
                 for engine, reasons in rejected[num_rejected:]:
                     yield from _plans_on_gpu(engine, reasons, shapes, direction, gpu)
                 num_rejected = len(rejected)
@@ -333,10 +337,10 @@ class Library:
                 yield self._plan(configs[-1])
 
     def _plan(self, config: Any) -> Plan:
-        (workspace,) = self._get(config, 303, INT64, [0])
+        (workspace,) = self._get(config, 303, INT64, [0])  # its workspace size
         engine = self._new(ENGINE)
-        self._get(config, 300, DESCRIPTOR, [engine])
-        notes = self._get(engine, 1303, NOTE, [0] * MOST_NOTES)
+        self._get(config, 300, DESCRIPTOR, [engine])  # its engine
+        notes = self._get(engine, 1303, NOTE, [0] * MOST_NOTES)  # numerical notes
         return Plan(workspace, frozenset(notes))
 
     @contextmanager
@@ -356,12 +360,10 @@ class Library:
         finally:
             self._library.cudnnSetCallback(0, None, CALLBACK())
 
-    # --- descriptors and their attributes
-
     def _new(self, kind: int) -> Any:
         descriptor = ctypes.c_void_p()
         self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)))
-        self._made.append(descriptor)
+        self._to_destroy.append(descriptor)
         return descriptor
 
     def _make(self, kind: int, *attributes: tuple[int, int, Sequence[Any]]) -> Any:
@@ -428,7 +430,7 @@ def library() -> Library | None:
         return None
     for folder in _folders():
         path = folder / "libcudnn_graph.so.9"
-        if not path.is_file() or not _has_cublaslt(folder):
+        if not path.is_file() or not _load_cublaslt(folder):
             continue
         try:
             cudnn = Library(ctypes.CDLL(str(path)))

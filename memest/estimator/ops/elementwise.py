@@ -60,13 +60,11 @@ register(
     layout=elementwise,
 )
 
-FOREACH_CHUNK = 65536  # `kChunkSize` of MultiTensorApply.cuh
-
 
 def _norm_accumulators(c: KernelCall) -> int:
     if not c.self:
         return 0
-    max_chunks = max(ceil_div(tensor.numel(), FOREACH_CHUNK) for tensor in c.self)
+    max_chunks = max(ceil_div(t.numel(), 65536) for t in c.self)  # kChunkSize, MultiTensorApply.cuh
     return len(c.self) * max_chunks * accumulator_bytes_of(c.self[0].dtype)
 
 

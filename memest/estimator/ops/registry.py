@@ -73,8 +73,6 @@ _NAMESPACES_WITHOUT_TEMPORARIES = ("profiler", "_c10d_functional")
 _SEVERAL_KERNELS = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Operators tagged `pointwise` that run several kernels; not compared with a GPU."""
 
-_RESIZES = frozenset(("aten::resize_", "aten::resize_as_", "aten::_resize_output_"))
-
 
 @dataclass(eq=False)
 class Op:
@@ -141,7 +139,8 @@ class Op:
         self.is_pointwise = torch.Tag.pointwise in func.tags and not self.is_mutable
         # the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)
         self.is_foreach_in_place = schema.name.startswith("aten::_foreach_") and self.is_mutable
-        self.is_resize = schema.name in _RESIZES
+        resizes = ("aten::resize_", "aten::resize_as_", "aten::_resize_output_")
+        self.is_resize = schema.name in resizes
         # enlarges the storage that it writes to
         self.may_grow = self.is_resize or any(a.is_out for a in schema.arguments)
         self.returns_nothing = not schema.returns
