@@ -337,7 +337,6 @@ def run_attention(next_kernel: Next, *args: Any, **kwargs: Any) -> Tensor:
     return scaled_dot_product_attention(*args, **kwargs, gpu=active_gpu())
 
 
-# -------------------------------------------------------------------- what kernels request
 _FLOAT_BYTES = 4
 _RANDOM_STATE_BYTES, _UNUSED_BYTES = 16, 8  # results of flash's forward: two int64, one int64
 

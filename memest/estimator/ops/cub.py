@@ -61,7 +61,8 @@ def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
     itemsize = dtype.itemsize
     if num_items <= 256 * (19 * 4 // max(4, itemsize)):
         return 1
-    tile = 384 * (15 if itemsize == 8 else 18 if dtype.is_floating_point else 19)
+    items_of_small_keys = 18 if dtype.is_floating_point else 19
+    tile = 384 * (15 if itemsize == 8 else items_of_small_keys)
     keys = num_items * itemsize if itemsize > 1 else 0
     digits, tiles = itemsize * _RADIX_DIGITS * 8, ceil_div(num_items, tile) * _RADIX_DIGITS * 4
     return _aliased(digits, tiles, keys, itemsize * 4)

@@ -189,7 +189,9 @@ def _chunk(layers: Layers) -> int:
         return layers.num_steps
     batch = layers.batch
     if batch <= 16 or layers.num_steps >= 128:
-        per_layer = 32 if batch == 1 else 16 if batch <= 8 else 8
+        per_layer = 8
+        if batch <= 8:
+            per_layer = 32 if batch == 1 else 16
     else:
         per_layer = 4 if batch <= 64 else 2
     return per_layer * layers.num_layers + max(per_layer, 8)

@@ -142,7 +142,7 @@ def cumsum(c: KernelCall) -> Scratch:
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     if not (is_row and dtype.is_floating_point and is_deterministic):
         return cumprod(c)
-    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
+    threads = {8: 256, 16: 128}.get(dtype.itemsize, 512)
     blocks = min(c.gpu.num_sms, ceil_div(c.self.numel(), threads * 16))
     return Scratch(after=(*cast, blocks * dtype.itemsize))
 

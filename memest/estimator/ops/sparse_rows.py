@@ -84,7 +84,6 @@ def filled(mode: SimMode, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ------------------------------------------------------------------- making, copying
 @on_compressed(
     "sparse_compressed_tensor.comp_plain_value_size sparse_compressed_tensor.comp_plain_value",
     "_sparse_compressed_tensor_unsafe",
@@ -189,7 +188,6 @@ def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
     return matrix
 
 
-# ------------------------------------------------------------------- other layouts
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     """Convert CSR to CSC, or CSC to CSR, by sorting entries by a flat index."""
     offsets, indices, values = parts_of(matrix)
