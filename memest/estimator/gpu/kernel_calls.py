@@ -12,11 +12,11 @@ from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.messages import BENCHMARK
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.autograd_ops import is_in_autocast
 from memest.estimator.ops.matmul import LT_WORKSPACE_BYTES, CublasWorkspaces
 from memest.estimator.ops.registry import Op, ValueOf
 from memest.estimator.ops.temporaries import OLDEST, TRIED, Scratch
 from memest.estimator.tensors.lines import Notes
+from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.tensors.storages import NEW_HANDLE, Coverage, Site
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def is_on_gpu(value: Any) -> bool:
 def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the cache key of a call: operator, default dtype, autocast, shapes and options. Float
     arguments of a plain in-place operator are left out, since they differ in each step."""
-    state = torch.get_default_dtype(), is_in_autocast()
+    state = torch.get_default_dtype(), INSIDE.autocast_block
     if op.is_plain_in_place:
         args = [float if type(value) is float else value for value in args]
         kwargs = {k: float if type(v) is float else v for k, v in kwargs.items()}

@@ -657,7 +657,6 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         )
 
 
-# --------------------------------------------------------------------- flash_attn
 def check_gpu(gpu: Gpu) -> None:
     """Raise a `PlanError` if `gpu` is too old for the package `flash-attn`."""
     if gpu.capability < (8, 0):  # `FlashAttention only supports Ampere GPUs or newer`

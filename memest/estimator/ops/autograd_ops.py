@@ -85,11 +85,6 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
     return _dispatch_higher_order(self, keyset.highestPriorityTypeId(), *args, **kwargs)
 
 
-def is_in_autocast() -> bool:
-    """Return whether the script is in `torch.autocast`, even where a dispatch mode disables it."""
-    return INSIDE.autocast_block
-
-
 class CastCache:
     """Cache of casts of leaf weights; `torch.autocast` empties it when its outermost context ends.
 
@@ -294,8 +289,7 @@ def _with_policy(op: OpOverload, policy: Policy, kernel: Callable[..., Any]) -> 
         try:
             cast_args, cast_kwargs = policy(op, args, kwargs)
             out = kernel(keyset, *cast_args, **cast_kwargs)
-            # C++ drops the casts in reverse order: the first argument's first; a list drops its
-            # last item first
+            # C++ frees the casts from the first argument on; a list frees its last item first
             cast_args = [*cast_args]
             cast_args.reverse()
             return out

@@ -24,7 +24,7 @@ from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cudnn_library, registry
-from memest.estimator.ops.autograd_ops import Next, is_in_autocast
+from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cudnn_library import CudnnError, Kernels, Library, library
 from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes, workspace_bytes
 from memest.estimator.ops.reductions import sum_bytes
@@ -481,7 +481,7 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
     the backward runs under autocast, the sum is float32 and the engine casts the result
     (`validate_outputs` of engine.cpp)."""
     dims = [0, *range(2, grad.dim())]
-    is_cast = is_in_autocast() and grad.dtype in (torch.float16, torch.bfloat16)
+    is_cast = INSIDE.autocast_block and grad.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.float32 if is_cast else grad.dtype
     partial_sums = passing(*sum_bytes(grad, dims, dtype, gpu))
     if not is_cast:

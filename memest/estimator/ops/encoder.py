@@ -107,8 +107,7 @@ def _where_on_gpu(original: Any, replacement: Any) -> Any:
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not on_gpu(x):
             return original(x, *args, **kwargs)
-        # below autograd a transposed weight requires no gradient, which `should_fold` of matmul
-        # checks
+        # below autograd no operand requires a gradient, which `should_fold` of matmul checks
         operands = [a.detach() if isinstance(a, torch.nn.Parameter) else a for a in args]
         return replacement(x, *operands, **kwargs)
 

@@ -358,7 +358,6 @@ def _select_masked(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.lay
     return _matrix((offsets, places[1], filled(mode, values)), dense.shape, layout)
 
 
-# ------------------------------------------------------------------- products
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
     """Return the workspace bytes of `cusparseSpMV` (matrix by vector): an index for each tile of
     the matrix's entries. For a `dtype` of 16 bits it also has a float32 sum per row."""

@@ -158,7 +158,7 @@ class _Inside(threading.local):
     compiles = False  # this thread runs torch's compiler, whose tensors without data are on GPU
     moves = False  # True while a tensor subclass handles `Tensor.to`, and calls it again
     autocast = False  # True inside an operator whose inputs autocast has already cast
-    autocast_block = False  # within `torch.autocast`, which a dispatch mode turns off
+    autocast_block = False  # the script is in `torch.autocast`, which a dispatch mode turns off
 
 
 INSIDE = _Inside()
