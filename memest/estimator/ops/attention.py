@@ -163,8 +163,8 @@ def _cudnn_takes_shapes(call: _Call) -> bool:
     limit = 128
     if call.release.cudnn_version >= 91000 and call.gpu.capability == (9, 0):
         limit = 256
-    is_blackwell = call.release.cudnn_version >= 91100 and call.gpu.capability[0] == 10
-    if is_blackwell and (head_dim, value_dim) == (192, 128):
+    is_blackwell = call.gpu.capability[0] == 10
+    if is_blackwell and call.release.cudnn_version >= 91100 and (head_dim, value_dim) == (192, 128):
         limit = 192
     return (
         all(width <= limit and width % 8 == 0 for width in (head_dim, value_dim))

@@ -59,11 +59,11 @@ C_TYPES: dict[int, Any] = {
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 """`cudnnCallback_t`: severity, user data, debug information, message."""
 
-# attributes are numbers of `cudnnBackendAttributeName_t`, such as the first one of an operation
-FIRST_OF = {"forward": 700, "input": 706, "weight": 712}  # two factors, convolution, w, x, y
 DATA_TYPES = dict(zip(cudnn_rules.DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
 DATA_FLOAT, DATA_DOUBLE = 0, 1
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
+FIRST_OF = {"forward": 700, "input": 706, "weight": 712}
+"""First `cudnnBackendAttributeName_t` of an operation: two factors, convolution, w, x, y."""
 
 INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
 """`CUDNN_SEV_INFO_EN`, and the log message that lists rejected configurations."""

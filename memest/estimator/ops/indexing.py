@@ -339,14 +339,18 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
     is_sorted = _accumulates(args)
     new_indices: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype in MASK_DTYPES
+        if index is None:
+            new_indices.append(None)
+            continue
+        positions, is_mask = index, index.dtype in MASK_DTYPES
         if is_mask and on_gpu(index):
-            index = mode.call(aten.nonzero.default, (index,), {})
+            positions = mode.call(aten.nonzero.default, (index,), {})
         elif is_mask:
-            index = mode.host.nonzero(index)
-        if index is not None and not (on_gpu(index) or (is_sorted and not is_meta(index))):
-            index = mode.call(aten._to_copy.default, (index,), {"device": META})
-        new_indices += index.unbind(1) if is_mask else [index]
+            positions = mode.host.nonzero(index)
+        stays_on_host = is_sorted and not is_meta(positions)
+        if not on_gpu(positions) and not stays_on_host:
+            positions = mode.call(aten._to_copy.default, (positions,), {"device": META})
+        new_indices += positions.unbind(1) if is_mask else [positions]
     return aten.index.Tensor if is_select else func, (source, new_indices, *rest)
 
 

@@ -132,8 +132,7 @@ def ctc_loss_backward(c: KernelCall) -> Events:
     alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
     gradient = c.outputs()
     steps, classes = c.log_probs.shape[0], c.log_probs.shape[-1]
-    # above this bound blanks are summed separately: `is_large` of LossCTC.cu
-    if 2 * steps + 24 * num_samples // 10 + 2 * classes // 10 > 450:
+    if 2 * steps + 24 * num_samples // 10 + 2 * classes // 10 > 450:  # `is_large` of LossCTC.cu
         samples, alpha_steps, states = alphas.shape
         rows = samples * alpha_steps
         blanks = rows * (states // 2 + 1) * alphas.itemsize

@@ -33,11 +33,12 @@ from memest.estimator.ops.temporaries import Events, around, passing, temporarie
 from memest.estimator.tensors.placement import CPU
 from memest.units import ceil_div, round_up
 
-# MT19937: words of a state, words between those of the recurrence, bits of a state that count
 MT_WORDS, MT_SHIFT, MT_DEGREE = 624, 397, 19937
+"""MT19937: words of a state, words between those of the recurrence, bits of a state that count."""
+
 _MT_MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
-# bytes of a CPU generator's state: number of words left, index of the next word, words of 8 bytes
 _WORDS_LEFT, _NEXT_INDEX, _STATE_WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * MT_WORDS)
+"""Bytes of a CPU generator's state: number of words left, index of the next word, all words."""
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:

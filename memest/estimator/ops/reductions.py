@@ -23,6 +23,7 @@ from torch._prims_common import make_contiguous_strides_for
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.copies import is_set_to
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous_copy
@@ -195,20 +196,19 @@ def staging_bytes(r: Reduction, gpu: Gpu) -> tuple[int, ...]:
     step_input, step_output = (width, 1) if along_row else (1, width)
     if ceil_div(num_inputs, step_input) < min(height * 16, MAX_VALUES_PER_THREAD):
         return ()
-    step_input *= height
-    values = ceil_div(num_inputs, step_input)
-    grid = ceil_div(num_outputs // vector, step_output)
-    target_grid = gpu.num_sms * (gpu.multiprocessor.threads // (width * height))
-    if values < MAX_VALUES_PER_THREAD or grid > target_grid:
+    values_per_thread = ceil_div(num_inputs, step_input * height)
+    num_groups = ceil_div(num_outputs // vector, step_output)
+    max_blocks = gpu.num_sms * (gpu.multiprocessor.threads // (width * height))
+    if values_per_thread < MAX_VALUES_PER_THREAD or num_groups > max_blocks:
         return ()
-    ctas = max(
-        min(ceil_div(target_grid, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
-        ceil_div(values, MAX_VALUES_PER_THREAD),
+    blocks_per_group = max(
+        min(ceil_div(max_blocks, num_groups), ceil_div(values_per_thread, MIN_VALUES_PER_THREAD)),
+        ceil_div(values_per_thread, MAX_VALUES_PER_THREAD),
     )
-    if ctas <= 1:
+    if blocks_per_group <= 1:
         return ()
-    partial_sums = num_outputs * ctas * (1 if along_row else width * vector)
-    return r.accumulator_bytes * partial_sums, 4 * grid
+    partial_sums = num_outputs * blocks_per_group * (1 if along_row else width * vector)
+    return r.accumulator_bytes * partial_sums, 4 * num_groups
 
 
 def reduce_bytes(
@@ -392,8 +392,7 @@ def equal(c: KernelCall) -> Scratch:
     """Allocations of `cuda_equal`: the elementwise comparison, its `all`, staging of `all`. There
     are none for different shapes, or for two views of the same elements (cuda/Equal.cpp)."""
     first, second = c.self, c.other
-    views = {(t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (first, second)}
-    if first.shape != second.shape or not first.numel() or len(views) == 1:
+    if first.shape != second.shape or not first.numel() or is_set_to(first, second):
         return Scratch()
     comparison = torch.empty(first.shape, dtype=torch.bool, device="meta")
     return Scratch(after=(comparison.numel(), 1, *reduce_bytes(comparison, (), c.gpu)))
