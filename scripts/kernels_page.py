@@ -24,7 +24,7 @@ from memest.estimator.hardware.gpus import Gpu, list_gpus
 from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import choose_backend
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, rules_by_op
-from memest.estimator.versions import MEASURED, known, simulating
+from memest.estimator.versions import MEASURED, find_release, simulating
 from memest.units import MIB
 
 FIRST_OF_CUDA_13 = (7, 5)
@@ -124,7 +124,7 @@ def gpu_rows() -> Table:
     rows = [["compute capability", "GPUs of the catalogue", "torch 2.11 built for", "cuBLAS",
              "threads per SM", "experts in bf16 (MoE)", "cuDNN workspaces known"]]  # fmt: skip
     for capability, gpus in generations().items():
-        workspace = matmul.cublas_workspace_bytes(capability, known("2.11")) / MIB
+        workspace = matmul.cublas_workspace_bytes(capability, find_release("2.11")) / MIB
         rows.append([
             version(capability),
             ", ".join(gpu.name for gpu in gpus),

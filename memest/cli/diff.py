@@ -15,7 +15,7 @@ from memest.cli.options import OUT, PATH
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
 from memest.estimator.search.many_plans import predict_all
-from memest.estimator.versions import nearest, simulating
+from memest.estimator.versions import nearest_release, simulating
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.difference import (
     Difference,
@@ -141,7 +141,7 @@ def compare(
     tolerances = parse_tolerances(tolerance)
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]
-    releases = [nearest(str(m.versions.get("torch", ""))).name for m in measured]
+    releases = [nearest_release(str(m.versions.get("torch", ""))).name for m in measured]
     predicted: dict[int, Prediction] = {}
     with progress_bar():
         for release in dict.fromkeys(releases):  # each run with the release it was measured on

@@ -33,7 +33,7 @@ from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_g
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.versions import check_torch, known, simulating
+from memest.estimator.versions import check_torch, find_release, simulating
 from memest.estimator.virtual_gpu import StepLimit, VirtualGpu
 from memest.report import Ending, RunReport
 from memest.run.kept_files import KeptFiles, kept_files
@@ -202,7 +202,7 @@ def virtual_gpu(
     return Session(
         device if beside is None else device.beside(parse_bytes(beside)), memory_limit=limit,
         max_steps=max_steps, is_strict=strict,
-        torch_release=None if torch_release is None else known(torch_release).name,
+        torch_release=None if torch_release is None else find_release(torch_release).name,
     )  # fmt: skip
 
 

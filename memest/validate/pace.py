@@ -50,7 +50,7 @@ class Observer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Work] = []
-        self.counts = [0] * len(HOST_KINDS)
+        self.counts = dict.fromkeys(HOST_KINDS, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,7 +135,7 @@ def checkpoint_times() -> dict[str, float]:
     times = {
         "region": (us["region"] - two_passes) / len(layers),
         "hook": (us["hook"] - us["region"]) / (3 * len(saved)),  # to save, save again, and read
-        "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
+        "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts.values())),
     }
     return {name: max(0.0, us) for name, us in times.items()}
 
@@ -227,7 +227,7 @@ def counts_and_step(
         return middle - started, ended - middle
 
     run(*observers)
-    return [o.counts for o in observers], partial(run, nullcontext(), nullcontext())
+    return [[*o.counts.values()] for o in observers], partial(run, nullcontext(), nullcontext())
 
 
 def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:

@@ -18,7 +18,7 @@ from memest.estimator.ops.attention import (
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions import known
+from memest.estimator.versions import find_release
 from tests.op_calls import meta, requested, scratch
 from tests.requests_at_peak import scratch_of
 
@@ -169,11 +169,11 @@ def test_a_later_torch_refuses_cudnn_for_dropout_off_the_sixteenths() -> None:
 
     assert choose_backend(*tensors, dropout_p=0.1, gpu=H200) == SDPBackend.CUDNN_ATTENTION
     assert (
-        choose_backend(*tensors, dropout_p=0.1, gpu=H200, release=known("2.13"))
+        choose_backend(*tensors, dropout_p=0.1, gpu=H200, release=find_release("2.13"))
         == SDPBackend.FLASH_ATTENTION
     )
     assert (
-        choose_backend(*tensors, dropout_p=0.125, gpu=H200, release=known("2.13"))
+        choose_backend(*tensors, dropout_p=0.125, gpu=H200, release=find_release("2.13"))
         == SDPBackend.CUDNN_ATTENTION
     )
 

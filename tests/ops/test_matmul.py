@@ -14,12 +14,12 @@ from memest.estimator.ops.matmul import (
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions import TorchRelease, known, simulating
+from memest.estimator.versions import TorchRelease, find_release, simulating
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.op_calls import A100, H100, H200, meta, requested, result_of
 
 aten = torch.ops.aten
-TORCH_2_11, TORCH_2_12, TORCH_2_15 = map(known, ("2.11", "2.12", "2.15"))
+TORCH_2_11, TORCH_2_12, TORCH_2_15 = map(find_release, ("2.11", "2.12", "2.15"))
 
 GROUPS, ROWS, D, F = 3, 64, 16, 24
 

@@ -36,7 +36,7 @@ def segments_of(
     allocator: CachingAllocator, live: dict[int, tuple[Block, int]]
 ) -> list[list[Block]]:
     """Every segment as its blocks in the order of addresses, found from the blocks' links."""
-    free = [block for pool in allocator._pools for block in pool.blocks()]
+    free = [block for pool in allocator.pools[0] for block in pool.by_key.values()]
     heads: dict[int, Block] = {}
     for block in [*free, *(block for block, _ in live.values())]:
         head = block
@@ -130,10 +130,10 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_pools_hold_the_free_blocks_in_order(self) -> None:
-        for is_small, pool in enumerate(self.allocator._pools):
-            found = sorted(pool.blocks(), key=lambda b: (b.num_bytes, b.address))
+        for is_small, pool in enumerate(self.allocator.pools[0]):
+            found = sorted(pool.by_key.values(), key=lambda b: (b.num_bytes, b.address))
             assert [pool.by_key[key] for key in pool.keys] == found
-            assert all(b.is_free and b.is_small == bool(is_small) for b in pool.blocks())
+            assert all(b.is_free and b.is_small == bool(is_small) for b in pool.by_key.values())
 
     @invariant()
     def peaks_and_limit_hold(self) -> None:

@@ -107,7 +107,7 @@ class TunedMachine(RuleBasedStateMachine):
         """Every segment, or range of one that is expandable, as its blocks."""
         allocator = self.allocator
         free = [
-            b for s in allocator.streams for pool in allocator.pools_of(s) for b in pool.blocks()
+            b for s in allocator.pools for pool in allocator.pools[s] for b in pool.by_key.values()
         ]
         heads: dict[int, Block] = {}
         for block in [*free, *(block for block, _ in self.live.values())]:
@@ -185,9 +185,9 @@ class TunedMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_pools_hold_the_free_blocks_in_order(self) -> None:
-        for stream in self.allocator.streams:
-            for is_small, pool in enumerate(self.allocator.pools_of(stream)):
-                found = sorted(pool.blocks(), key=lambda b: (b.num_bytes, b.address))
+        for stream in self.allocator.pools:
+            for is_small, pool in enumerate(self.allocator.pools[stream]):
+                found = sorted(pool.by_key.values(), key=lambda b: (b.num_bytes, b.address))
                 assert [pool.by_key[key] for key in pool.keys] == found
                 assert all(b.is_free and b.is_small == bool(is_small) for b in found)
 

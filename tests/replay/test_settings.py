@@ -57,20 +57,20 @@ class Watched(CountingAllocator):
         if settings.memory_fraction < 1:
             allow_share(self, settings.memory_fraction, GPU.memory_bytes, GPU.limit_bytes)
 
-    def taken(self, block: Block) -> None:
-        super().taken(block)
+    def count_segment(self, block: Block) -> None:
+        super().count_segment(block)
         self.done.append((SEGMENT_ALLOC, block.num_bytes))
 
     def release(self, block: Block) -> None:
         super().release(block)
         self.done.append((SEGMENT_FREE, block.num_bytes))
 
-    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        super().mapped(address, num_bytes, block)
+    def count_mapped(self, address: int, num_bytes: int, block: Block) -> None:
+        super().count_mapped(address, num_bytes, block)
         self.done.append((SEGMENT_MAP, num_bytes))
 
-    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        super().unmapped(address, num_bytes, block)
+    def count_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+        super().count_unmapped(address, num_bytes, block)
         self.done.append((SEGMENT_UNMAP, num_bytes))
 
 

@@ -202,11 +202,8 @@ def test_every_profile_is_a_part_of_its_gpu(name, known) -> None:
     for profile in known:
         gpu = find_gpu(f"{name}-mig-{profile}")
         slices, nominal = re.fullmatch(r"(\d)g\.(\d+)gb", profile).groups()
-        assert (
-            0.96 * int(slices) / 8
-            < gpu.num_sms / whole.num_sms
-            <= max(gpu.memory_share, int(slices) / 7)
-        )
+        sm_share = gpu.num_sms / whole.num_sms
+        assert 0.96 * int(slices) / 8 < sm_share <= max(gpu.memory_share, int(slices) / 7)
         assert 0.87 < gpu.memory_bytes / GIB / int(nominal) <= 1
         assert gpu.memory_bytes <= whole.memory_bytes * 1.01
 

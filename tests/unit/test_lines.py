@@ -14,7 +14,7 @@ def test_code_with_constants_that_have_no_hash_is_the_users() -> None:
     lines = ScriptLines()
 
     def script() -> object:
-        return lines.frame(sys._getframe()), "mark"
+        return lines.script_frame(sys._getframe()), "mark"
 
     code = script.__code__
     constants = tuple({"mark": 1} if value == "mark" else value for value in code.co_consts)

@@ -23,7 +23,7 @@ from memest.estimator.versions import (
     KERNELS,
     OPERATORS_SINCE,
     RELEASES,
-    nearest,
+    nearest_release,
     simulated,
     simulating,
 )
@@ -125,7 +125,7 @@ def test_the_first_lines_name_the_release_where_it_is_not_the_installed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     line = f"kernels: those of torch 2.11 are simulated; torch {INSTALLED} is installed"
-    same = nearest(INSTALLED).name
+    same = nearest_release(INSTALLED).name
     plan = TrainingPlan(model_name="gpt2", batch_size=1, seq_len=64, gpu=("a100-80gb",))
 
     assert line in render_text(predict(plan)).splitlines()[:4]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from memest.units import round_up
 
@@ -27,6 +28,9 @@ class Block:
     stream: int = 0  # stream, or private pool of a CUDA graph, to which it belongs
     requested_bytes: int = field(init=False, repr=False)
     """Requested bytes; set by allocators whose history is recorded."""
+
+
+AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
 def round_request(num_bytes: int) -> int:
@@ -61,6 +65,28 @@ def link(block: Block) -> None:
         block.next.previous = block
 
 
+def new_linked(
+    kind: type[AnyBlock], like: Block, address: int, num_bytes: int,
+    previous: Block | None, following: Block | None,
+) -> AnyBlock:  # fmt: skip
+    """Return a new block of class `kind`, linked to the blocks before and after it (None: no
+    block). It is in the segment of `like`."""
+    is_free = kind is Block
+    block = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
+    link(block)
+    return block
+
+
+def merge(block: Block, neighbour: Block) -> None:
+    """Extend `block` by the adjacent block `neighbour`, on either side."""
+    if block.previous is neighbour:
+        block.address, block.previous = neighbour.address, neighbour.previous
+    else:
+        block.next = neighbour.next
+    block.num_bytes += neighbour.num_bytes
+    link(block)
+
+
 ADDRESS_BITS = 48  # bits for the address in a key of `FreeBlocks`; GPU addresses are below 2**47
 
 
@@ -86,9 +112,13 @@ class FreeBlocks:
         del self.keys[bisect_left(self.keys, key)]
         del self.by_key[key]
 
-    def blocks(self) -> list[Block]:
-        """Return all blocks of the pool, in no order."""
-        return list(self.by_key.values())
+    def first_index(self, num_bytes: int) -> int:
+        """Return the index of the smallest block of at least `num_bytes`, at the lowest address."""
+        return bisect_left(self.keys, num_bytes << ADDRESS_BITS)
+
+    def pop(self, index: int) -> Block:
+        """Remove and return the block at `index`."""
+        return self.by_key.pop(self.keys.pop(index))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -143,22 +173,22 @@ class AddressSpace:
 
     def __init__(self, *, ranges_stay: bool = False) -> None:
         self._ranges_stay = ranges_stay
-        self._lowest = 1 << 47
+        self._lowest = 1 << 47  # address of the lowest range; GPU addresses are below 2**47
         self._holes: list[_Hole] = []  # by address
-        self._most_room = 0  # no hole has more; the largest may have less
-        self._range_of: dict[int, int] = {}  # by the address of a segment
+        self._most_room = 0  # upper bound of the bytes of a hole: takes may have shrunk the largest
+        self._range_of_segment: dict[int, int] = {}  # by address; ranges by their beginning
         self._num_segments: dict[int, int] = {}  # by range
         self._range_ends: dict[int, int] = {}  # of ranges, by their beginning
-        self._gaps: list[tuple[int, int]] = []  # between ranges, in no order
+        self._gaps: list[tuple[int, int]] = []  # (begin, end) between ranges, in no order
         self._has_kernels = self._has_handle = False
-        self._own(self.RANGE_BYTES - self.CONTEXT_ROOM, self.CONTEXT_ROOM)
-        self._first = self._own(self.FIRST_BYTES, self.FIRST_ROOM)
+        self._map_for_driver(self.RANGE_BYTES - self.CONTEXT_ROOM, self.CONTEXT_ROOM)
+        self._first_range = self._map_for_driver(self.FIRST_BYTES, self.FIRST_ROOM)
 
     def load_first_kernel(self) -> None:
         """Map and free memory as the driver does for itself at a process's first kernel."""
         self.take(self.CODE_BYTES)
-        self._own(self.LATER_BYTES, self.LATER_ROOM)
-        self.give_back(self._first, self.FIRST_BYTES)
+        self._map_for_driver(self.LATER_BYTES, self.LATER_ROOM)
+        self.give_back(self._first_range, self.FIRST_BYTES)
         self._has_kernels = True
 
     def create_cublas_handle(self) -> None:
@@ -167,10 +197,10 @@ class AddressSpace:
         self.take(self.CODE_BYTES if self._has_handle else self.LIBRARY_BYTES)
         self._has_handle = True
 
-    def _own(self, num_bytes: int, room: int) -> int:
+    def _map_for_driver(self, num_bytes: int, room: int) -> int:
         """Map a range: `num_bytes` for the driver, then `room` free bytes. Return its address."""
         hole = self._map(num_bytes + room)
-        self._range_of[hole.address] = hole.range_at
+        self._range_of_segment[hole.address] = hole.range_at
         self._num_segments[hole.range_at] = 1
         if room:
             self._add_hole(_Hole(hole.address + num_bytes, room, hole.range_at))
@@ -178,17 +208,19 @@ class AddressSpace:
 
     def take(self, num_bytes: int) -> int:
         """Place a new segment of `num_bytes`, and return its address."""
-        hole = self._lowest_hole(num_bytes) or self._map(num_bytes)
+        hole = self._pop_lowest_hole(num_bytes)
+        if hole is None:
+            hole = self._map(num_bytes)
         remaining = hole.num_bytes - num_bytes
         if remaining:
             self._add_hole(_Hole(hole.address + num_bytes, remaining, hole.range_at))
-        self._range_of[hole.address] = hole.range_at
+        self._range_of_segment[hole.address] = hole.range_at
         self._num_segments[hole.range_at] += 1
         return hole.address
 
     def give_back(self, address: int, num_bytes: int) -> None:
         """Free a segment's `num_bytes` at `address`; unmap an empty range unless `ranges_stay`."""
-        range_at = self._range_of.pop(address)
+        range_at = self._range_of_segment.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:
             self._add_hole(_Hole(address, num_bytes, range_at))
@@ -199,11 +231,11 @@ class AddressSpace:
             return
         for hole in [hole for hole in self._holes if hole.range_at == range_at]:
             if hole.address in (address + num_bytes, address - hole.num_bytes):
-                del self._holes[bisect_left(self._holes, hole)]
+                self._holes.remove(hole)
                 address, num_bytes = min(address, hole.address), num_bytes + hole.num_bytes
         self._add_hole(_Hole(address, num_bytes, range_at))
 
-    def _lowest_hole(self, num_bytes: int) -> _Hole | None:
+    def _pop_lowest_hole(self, num_bytes: int) -> _Hole | None:
         """Remove and return the hole of at least `num_bytes` at the lowest address, or None."""
         if num_bytes > self._most_room:
             return None
@@ -216,9 +248,9 @@ class AddressSpace:
     def _map(self, num_bytes: int) -> _Hole:
         """Map a new range of at least `num_bytes` of addresses; return it as one hole."""
         span = round_up(num_bytes, self.RANGE_BYTES)
-        fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= span]
+        fitting = [(begin, end) for begin, end in self._gaps if end - begin >= span]
         if fitting:
-            begin, end = max(fitting)
+            begin, end = max(fitting)  # the highest; its upper part becomes the range
             self._gaps.remove((begin, end))
             address = end - span
             if begin < address:
@@ -231,16 +263,16 @@ class AddressSpace:
 
     def _unmap(self, range_at: int) -> None:
         """Unmap the range at `range_at`. The addresses of the range become a gap for new ranges,
-        merged with adjacent gaps. There are two exceptions, in which no gap is made. One is a range
-        that is unmapped before the first kernel. The other is the range in which the driver uses
-        `FIRST_BYTES`."""
+        merged with adjacent gaps. Two ranges make no gap: one that is unmapped before the first
+        kernel, and the one in which the driver uses `FIRST_BYTES`."""
         begin, end = range_at, self._range_ends.pop(range_at)
         del self._num_segments[range_at]
-        if range_at == self._first or not self._has_kernels:
+        if range_at == self._first_range or not self._has_kernels:
             return
-        for gap in [gap for gap in self._gaps if begin == gap[1] or gap[0] == end]:
-            self._gaps.remove(gap)
-            begin, end = min(begin, gap[0]), max(end, gap[1])
+        adjacent = [(low, high) for low, high in self._gaps if high == begin or low == end]
+        for low, high in adjacent:
+            self._gaps.remove((low, high))
+            begin, end = min(begin, low), max(end, high)
         self._gaps.append((begin, end))
 
     def _add_hole(self, hole: _Hole) -> None:

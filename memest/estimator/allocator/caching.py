@@ -4,25 +4,18 @@ Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). `tuned.py` ha
 settings. Each stream has its own pools.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import inf
 
-from memest.estimator.allocator.blocks import (
-    ADDRESS_BITS,
-    FIRST_PRIVATE_POOL,
-    ROUND_BYTES,
-    SMALL_REQUEST_BYTES,
-    AddressSpace,
-    FreeBlocks,
-    link,
-    round_request,
-    segment_bytes,
-)
-from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES
-from memest.estimator.allocator.blocks import Block as Block
+from memest.estimator.allocator import blocks
+from memest.estimator.allocator.blocks import AddressSpace, Block, FreeBlocks, merge, new_linked
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
+
+Pools = tuple[FreeBlocks, FreeBlocks]  # large and small pool; `is_small` is the index
 
 
 class OutOfMemory(Exception):
@@ -55,14 +48,15 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.num_retries = 0
-        self._pools = (FreeBlocks(), FreeBlocks())
-        self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
+        self.pools: dict[int, Pools] = defaultdict(lambda: (FreeBlocks(), FreeBlocks()))
+        """(large pool, small pool) of free blocks of each stream, and of each private pool."""
+
         self.released_pools: set[int] = set()  # private pools whose CUDA graphs are freed
         self._deferred: dict[int, Block] = {}
         self.addresses = addresses or AddressSpace()
         self.settings = DEFAULT
         self._tuning: Tuning | None = None
-        self._read: Callable[[], AllocatorSettings] | None = None
+        self._read_late: Callable[[], AllocatorSettings] | None = None
 
     def use(self, settings: AllocatorSettings) -> None:
         """Apply `settings` to later requests; the allocator must have no memory reserved."""
@@ -72,73 +66,68 @@ class CachingAllocator:
 
     def use_late(self, read: Callable[[], AllocatorSettings]) -> None:
         """Call `read` at the first request, and apply the settings that it returns."""
-        self._read = read
+        self._read_late = read
         self._tuning = Tuning(self, DEFAULT)
 
     def read_settings(self) -> None:
         """Apply the settings that `use_late` has deferred, if they were not applied yet."""
-        if self._read is not None:
-            read, self._read = self._read, None
+        read = self._read_late
+        if read is not None:
+            self._read_late = None
             self.use(read())
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Return a block of at least `num_bytes`, or raise `OutOfMemory`. `stream` is the number of
         a CUDA stream (0 is the default one) or of a private pool."""
-        tuning = self._tuning
-        if tuning is None:
-            size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
-        else:
-            self.read_settings()
-            tuning, size = self._tuning, self.rounded(num_bytes)
-        is_small = size <= SMALL_REQUEST_BYTES
-        pool = (self._pools if not stream else self.pools_of(stream))[is_small]
-        keys = pool.keys
-        index = bisect_left(keys, size << ADDRESS_BITS)  # the smallest, at the lowest address
+        self.read_settings()
+        tuning, size = self._tuning, self.rounded(num_bytes)
+        is_small = size <= blocks.SMALL_REQUEST_BYTES
+        pool = self.pools[stream][is_small]
+        index = pool.first_index(size)
         if tuning is not None:
             index = tuning.best_index(pool, index, size, is_small)
-        if index < len(keys):
-            block = pool.by_key.pop(keys.pop(index))
+        if index < len(pool.keys):
+            block = pool.pop(index)
         else:
             block = self.new_segment(num_bytes, size, is_small, stream)
         remaining = block.num_bytes - size
-        splits = remaining >= ROUND_BYTES if is_small else remaining > SMALL_REQUEST_BYTES
-        if splits if tuning is None else tuning.splits(size, remaining, is_small):
-            following = block.next
-            tail = Block(block.address + size, remaining, is_small, True, block, following, stream)
-            if following is not None:
-                following.previous = tail
-            block.next = tail
+        if tuning is not None:  # else as `should_split`
+            splits = tuning.splits(size, remaining, is_small)
+        elif is_small:
+            splits = remaining >= blocks.ROUND_BYTES
+        else:
+            splits = remaining > blocks.SMALL_REQUEST_BYTES
+        if splits:
+            tail = new_linked(Block, block, block.address + size, remaining, block, block.next)
             block.num_bytes = size
-            key = remaining << ADDRESS_BITS | tail.address
-            insort(keys, key)
-            pool.by_key[key] = tail
+            pool.insert(tail)
             if tuning is not None:
-                tuning.inserted(tail)
+                tuning.record_insertion(tail)
         block.is_free = False
-        allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
-        if allocated > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = allocated
+        self.allocated_bytes += block.num_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
         """Return a block of `num_bytes` at `address`, which is free in the pools of `stream`. torch
         does so to restore a CUDA graph's pool."""
-        pool, block = next(
-            (pool, block)
-            for pool in self.pools_of(stream)
-            for block in pool.blocks()
+        large, small = self.pools[stream]
+        block = next(
+            block
+            for block in (*large.by_key.values(), *small.by_key.values())
             if block.address <= address < block.address + block.num_bytes
         )
+        pool = small if block.is_small else large
         pool.discard(block)
-        offset, room = address - block.address, block.address + block.num_bytes - address
-        if offset:
-            left = Block(block.address, offset, block.is_small, True, block.previous, block, stream)
-            link(left)
+        offset = address - block.address
+        room = block.num_bytes - offset
+        if offset:  # the free bytes before `address` stay in the pool
+            left = new_linked(Block, block, block.address, offset, block.previous, block)
             pool.insert(left)
         if room > num_bytes:
-            size, end = room - num_bytes, address + num_bytes
-            right = Block(end, size, block.is_small, True, block, block.next, stream)
-            link(right)
+            end = address + num_bytes
+            right = new_linked(Block, block, end, room - num_bytes, block, block.next)
             pool.insert(right)
         block.address, block.num_bytes, block.is_free = address, num_bytes, False
         self.allocated_bytes += num_bytes
@@ -148,38 +137,20 @@ class CachingAllocator:
     def rounded(self, num_bytes: int) -> int:
         """Return the block size, in bytes, that serves a request of `num_bytes`."""
         tuning = self._tuning
-        return round_request(num_bytes) if tuning is None else tuning.rounded(num_bytes)
+        return blocks.round_request(num_bytes) if tuning is None else tuning.rounded(num_bytes)
 
     def free(self, block: Block) -> None:
         """Return `block` to its pool, merged with free neighbours."""
-        num_bytes = block.num_bytes
-        self.allocated_bytes -= num_bytes
-        pools = self._pools if not block.stream else self._pools_of_streams[block.stream]
-        pool = pools[block.is_small]
-        keys, by_key = pool.keys, pool.by_key
-        previous, following = block.previous, block.next
-        if previous is not None and previous.is_free:
-            key = previous.num_bytes << ADDRESS_BITS | previous.address
-            del keys[bisect_left(keys, key)], by_key[key]
-            block.address = previous.address
-            num_bytes += previous.num_bytes
-            new_previous = block.previous = previous.previous
-            if new_previous is not None:
-                new_previous.next = block
-        if following is not None and following.is_free:
-            key = following.num_bytes << ADDRESS_BITS | following.address
-            del keys[bisect_left(keys, key)], by_key[key]
-            num_bytes += following.num_bytes
-            new_following = block.next = following.next
-            if new_following is not None:
-                new_following.previous = block
-        block.num_bytes = num_bytes
+        self.allocated_bytes -= block.num_bytes
+        pool = self.pools[block.stream][block.is_small]
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.is_free:
+                pool.discard(neighbour)
+                merge(block, neighbour)
         block.is_free = True
-        key = num_bytes << ADDRESS_BITS | block.address
-        insort(keys, key)
-        by_key[key] = block
+        pool.insert(block)
         if self._tuning is not None:
-            self._tuning.inserted(block)
+            self._tuning.record_insertion(block)
 
     def defer(self, block: Block) -> None:
         """Count `block` as freed, but keep it out of its pool while another stream uses it."""
@@ -189,7 +160,7 @@ class CachingAllocator:
     def complete(self, block: Block) -> None:
         """Return a deferred block to its pool, unless that was done before."""
         if self._deferred.pop(id(block), None) is not None:
-            self.allocated_bytes += block.num_bytes
+            self.allocated_bytes += block.num_bytes  # `defer` subtracted them, as `free` does
             self.free(block)
 
     def empty_cache(self) -> None:
@@ -199,7 +170,7 @@ class CachingAllocator:
         if self._tuning is not None and self._tuning.expandable is not None:
             self._tuning.expandable.give_back()
             return
-        for is_small in (False, True):
+        for is_small in (False, True):  # large pools first, as `release_cached_blocks`
             for pool, block in self.unsplit(is_small=is_small):
                 pool.discard(block)
                 self.release(block)
@@ -208,10 +179,10 @@ class CachingAllocator:
         """Yield (pool, block) of each segment that one free block fills, by stream, size and
         address. `is_small` selects the small pools, else the large ones. Private pools of live CUDA
         graphs are left out. The caller may release a segment while iterating."""
-        for stream in sorted(self._pools_of_streams):
-            if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
+        for stream in sorted(self.pools):
+            if stream >= blocks.FIRST_PRIVATE_POOL and stream not in self.released_pools:
                 continue
-            pool = self._pools_of_streams[stream][is_small]
+            pool = self.pools[stream][is_small]
             for block in [pool.by_key[key] for key in pool.keys]:
                 if block.previous is None and block.next is None:
                     yield pool, block
@@ -221,19 +192,9 @@ class CachingAllocator:
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
-    @property
-    def streams(self) -> Iterable[int]:
-        """Numbers of the streams and private pools that have requested memory."""
-        return self._pools_of_streams.keys()
-
-    def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
-        """Return (large pool, small pool) of free blocks of `stream`, or of a private pool."""
-        return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
-
     def layout(self) -> tuple[object, ...]:
         """Return a value to compare: allocators with equal layouts serve later requests equally."""
-        all_pools = (pool for pools in self._pools_of_streams.values() for pool in pools)
-        free = tuple(tuple(pool.keys) for pool in all_pools)
+        free = tuple(tuple(pool.keys) for pool in chain(*self.pools.values()))
         return free if self._tuning is None else (*free, *self._tuning.layout())
 
     def is_deferred(self, block: Block) -> bool:
@@ -243,13 +204,15 @@ class CachingAllocator:
     def segments(self, live: list[Block]) -> list[Block]:
         """Return the first block of each segment, sorted by address; `live` has the allocated
         blocks. Each mapped part of an expandable segment counts as a segment."""
-        free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
+        all_blocks = [*live, *self._deferred.values()]
+        for pool in chain(*self.pools.values()):
+            all_blocks += pool.by_key.values()
         first_blocks = {
-            id(b): b
-            for b in (*live, *self._deferred.values(), *free)
-            if b.previous is None or isinstance(b.previous, Unmapped)
+            block.address: block
+            for block in all_blocks
+            if block.previous is None or isinstance(block.previous, Unmapped)
         }
-        return sorted(first_blocks.values(), key=lambda block: block.address)
+        return [block for _, block in sorted(first_blocks.items())]
 
     def reset_peaks(self) -> None:
         """Reset the peaks, as `torch.cuda.reset_peak_memory_stats` does."""
@@ -272,7 +235,7 @@ class CachingAllocator:
             self.empty_cache()
             block = self._from_driver(size, is_small, stream)
         if block is None and self.has_soft_limit and tuning is None:
-            self.limit_bytes = self.reserved_bytes + segment_bytes(size)
+            self.limit_bytes = self.reserved_bytes + blocks.segment_bytes(size)
             block = self._from_driver(size, is_small, stream)
         if block is None:
             raise OutOfMemory(request_bytes)
@@ -281,18 +244,19 @@ class CachingAllocator:
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
         """Return a block of new memory, of at least `size` bytes; None if the limit is reached."""
         tuning = self._tuning
-        num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
+        num_bytes = blocks.segment_bytes(size, self.settings.large_segment_bytes)
+        limit = inf if self.limit_bytes is None else self.limit_bytes
+        is_over_limit = self.reserved_bytes + num_bytes > limit
         if tuning is not None and tuning.expandable is not None:
-            limit, gpu_bytes = self.limit_bytes, self.gpu_bytes
-            is_capped = limit is not None and (gpu_bytes is None or limit < gpu_bytes)
-            if is_capped and self.reserved_bytes + num_bytes > (limit or 0):
+            is_share = self.gpu_bytes is None or limit < self.gpu_bytes
+            if is_share and is_over_limit:
                 return None
-            return tuning.expandable.grow(size, is_small, stream)
-        if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
+            return tuning.expandable.grow(size, is_small, stream)  # checks the GPU's memory
+        if is_over_limit:
             return None
         self._reserve(num_bytes)
         block = Block(self.addresses.take(num_bytes), num_bytes, is_small, stream=stream)
-        self.taken(block)
+        self.count_segment(block)
         return block
 
     def _reserve(self, num_bytes: int) -> None:
@@ -300,15 +264,15 @@ class CachingAllocator:
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
 
-    def taken(self, block: Block) -> None:
+    def count_segment(self, block: Block) -> None:
         """Do nothing. Subclasses override this; it is called when `block` fills a new segment."""
 
     # --- expandable segments
 
-    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
+    def count_mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Add `num_bytes`, mapped at `address` as part of `block`, to reserved memory."""
         self._reserve(num_bytes)
 
-    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+    def count_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Subtract `num_bytes`, unmapped at `address` as part of `block`, from reserved memory."""
         self.reserved_bytes -= num_bytes

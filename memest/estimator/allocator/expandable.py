@@ -7,9 +7,10 @@ segment; `Unmapped` ones have addresses without memory.
 
 from bisect import bisect_left, insort
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES, Block, FreeBlocks, link
+from memest.estimator.allocator import blocks
+from memest.estimator.allocator.blocks import Block, FreeBlocks, merge, new_linked
 from memest.units import round_up
 
 if TYPE_CHECKING:
@@ -26,18 +27,15 @@ class Unmapped(Block):
     __slots__ = ()
 
 
-Made = TypeVar("Made", bound=Block)
-
-
 class ExpandableSegments:
     """Expandable segments of `allocator`, which map and unmap their memory in pieces. A piece of a
     large pool has `large_bytes`, one of a small pool 2 MiB."""
 
     def __init__(self, allocator: "CachingAllocator", large_bytes: int) -> None:
         self._allocator = allocator
-        self._piece_bytes = (large_bytes, SMALL_SEGMENT_BYTES)
-        self._unmapped: dict[tuple[int, bool], list[Unmapped]] = {}
-        self._lowest = HIGHEST_ADDRESS
+        self._piece_bytes = (large_bytes, blocks.SMALL_SEGMENT_BYTES)  # indexed by `is_small`
+        self._unmapped: dict[tuple[int, bool], list[Unmapped]] = {}  # by stream and `is_small`
+        self._lowest = HIGHEST_ADDRESS  # address of the lowest range
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
         """Return the index of the block of `pool` that serves a request. The block at `index` is
@@ -76,18 +74,18 @@ class ExpandableSegments:
     def give_back(self) -> None:
         """Unmap every piece that is entirely free."""
         for is_small in (False, True):
-            for stream in sorted(self._allocator.streams):
-                pool = self._allocator.pools_of(stream)[is_small]
+            for stream in sorted(self._allocator.pools):
+                pool = self._allocator.pools[stream][is_small]
                 for block in [pool.by_key[key] for key in pool.keys]:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
         """Return the unmapped blocks, to compare two states of the allocator. The result has an
         entry for the large and for the small segments of each stream: ((stream, `is_small`),
-        blocks). `blocks` has (address, bytes) of each unmapped block in these segments."""
+        gaps). `gaps` has (address, bytes) of each unmapped block in these segments."""
         return tuple(
-            (pool_key, tuple((block.address, block.num_bytes) for block in blocks))
-            for pool_key, blocks in self._unmapped.items()
+            (pool_key, tuple((gap.address, gap.num_bytes) for gap in gaps))
+            for pool_key, gaps in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
@@ -98,7 +96,10 @@ class ExpandableSegments:
             start: Block = previous if previous is not None and previous.is_free else block
             if _has_room(start, size):
                 return start
-        # a new range of addresses for 9/8 of the GPU's memory, as `ExpandableSegment` reserves
+        return self._new_range(is_small, stream)
+
+    def _new_range(self, is_small: bool, stream: int) -> Unmapped:
+        """Return addresses of a new segment: 9/8 of the GPU's memory, as `ExpandableSegment`."""
         piece = self._piece_bytes[is_small]
         total = self._allocator.gpu_bytes
         room = MOST_RANGE_BYTES if total is None else min(total * 9 // 8, MOST_RANGE_BYTES)
@@ -117,17 +118,17 @@ class ExpandableSegments:
         if gpu_bytes is not None and self._allocator.reserved_bytes + num_bytes > gpu_bytes:
             return None
         self._remove_unmapped(block)
-        mapped = _linked(Block, block, block.address, num_bytes, block.previous, block.next)
+        mapped = new_linked(Block, block, block.address, num_bytes, block.previous, block.next)
         if num_bytes < block.num_bytes:
-            end, size = block.address + num_bytes, block.num_bytes - num_bytes
-            self._add_unmapped(_linked(Unmapped, block, end, size, mapped, block.next))
-        address = mapped.address
+            end, rest = block.address + num_bytes, block.num_bytes - num_bytes
+            self._add_unmapped(new_linked(Unmapped, block, end, rest, mapped, block.next))
+        address = mapped.address  # `merge` below may lower it
         for neighbour in (mapped.previous, mapped.next):
             if neighbour is not None and neighbour.is_free:
                 self._pool(neighbour).discard(neighbour)
-                _merge(mapped, neighbour)
+                merge(mapped, neighbour)
         self._pool(mapped).insert(mapped)
-        self._allocator.mapped(address, num_bytes, mapped)
+        self._allocator.count_mapped(address, num_bytes, mapped)
         return mapped
 
     def _unmap(self, block: Block) -> None:
@@ -138,32 +139,32 @@ class ExpandableSegments:
         if begin >= end:
             return
         self._pool(block).discard(block)
-        gap = _linked(Unmapped, block, begin, end - begin, block.previous, block.next)
+        gap = new_linked(Unmapped, block, begin, end - begin, block.previous, block.next)
         head_bytes, tail_bytes = begin - block.address, block.address + block.num_bytes - end
         if head_bytes:  # this part of the block stays mapped, as does the one behind
-            mapped = _linked(Block, gap, block.address, head_bytes, gap.previous, gap)
+            mapped = new_linked(Block, gap, block.address, head_bytes, gap.previous, gap)
             self._pool(mapped).insert(mapped)
         if tail_bytes:
-            mapped = _linked(Block, gap, end, tail_bytes, gap, gap.next)
+            mapped = new_linked(Block, gap, end, tail_bytes, gap, gap.next)
             self._pool(mapped).insert(mapped)
         for neighbour in (gap.previous, gap.next):
             if isinstance(neighbour, Unmapped):
                 self._remove_unmapped(neighbour)
-                _merge(gap, neighbour)
+                merge(gap, neighbour)
         if gap.previous is not None or gap.next is not None:  # else nothing of the range is left
             self._add_unmapped(gap)
-        self._allocator.unmapped(begin, end - begin, gap)
+        self._allocator.count_unmapped(begin, end - begin, gap)
 
     def _pool(self, block: Block) -> FreeBlocks:
-        return self._allocator.pools_of(block.stream)[block.is_small]
+        return self._allocator.pools[block.stream][block.is_small]
 
     def _add_unmapped(self, block: Unmapped) -> None:
-        blocks = self._unmapped.setdefault((block.stream, block.is_small), [])
-        insort(blocks, block, key=_ADDRESS)
+        gaps = self._unmapped.setdefault((block.stream, block.is_small), [])
+        insort(gaps, block, key=_ADDRESS)
 
     def _remove_unmapped(self, block: Unmapped) -> None:
-        blocks = self._unmapped[block.stream, block.is_small]
-        del blocks[bisect_left(blocks, block.address, key=_ADDRESS)]
+        gaps = self._unmapped[block.stream, block.is_small]
+        del gaps[bisect_left(gaps, block.address, key=_ADDRESS)]
 
 
 def _size_if_grown(block: Block) -> int:
@@ -183,25 +184,3 @@ def _has_room(block: Block, size: int) -> bool:
             break
         current = current.next
     return room >= size
-
-
-def _linked(
-    kind: type[Made], like: Block, address: int, num_bytes: int,
-    previous: Block | None, following: Block | None,
-) -> Made:  # fmt: skip
-    """Return a new block of class `kind`, linked to the blocks before and after it (None: no
-    block). It is in the segment of `like`."""
-    is_free = kind is not Unmapped
-    block = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
-    link(block)
-    return block
-
-
-def _merge(block: Block, neighbour: Block) -> None:
-    """Extend `block` by the adjacent block `neighbour`, on either side."""
-    if block.previous is neighbour:
-        block.address, block.previous = neighbour.address, neighbour.previous
-    else:
-        block.next = neighbour.next
-    block.num_bytes += neighbour.num_bytes
-    link(block)

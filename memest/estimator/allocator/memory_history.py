@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 
 from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL, Block
 from memest.estimator.allocator.expandable import Unmapped
-from memest.estimator.allocator.settings import AllocatorSettings
 
-POOL = (0, 0)  # id of the default pool, as `torch.cuda.MemPool` ids
+DEFAULT_POOL_ID = (0, 0)  # as `torch.cuda.MemPool` ids
 
-
-def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
-    """Return the dict `allocator_settings` of a memory snapshot, from `settings`."""
-    return {
-        "PYTORCH_ALLOC_CONF": settings.text,
-        "expandable_segments": settings.expandable_segments,
-    }
-
-
+_MAX_DEQUE_LEN = 1 << 62  # `maxlen` must fit a C `Py_ssize_t`; scripts pass `sys.maxsize`
 Stack = Any  # stack of a thread, as the caller gathers it
 
 
@@ -64,16 +55,16 @@ class MemoryHistory:
     skipped: frozenset[str] = frozenset()
     metadata: str = ""  # value of `torch.cuda.memory._set_memory_metadata`
     stacks: dict[int, Stack] = field(default_factory=dict)  # of live blocks, by address
-    of_segments: dict[int, Stack] = field(default_factory=dict)  # of segments, by address
+    segment_stacks: dict[int, Stack] = field(default_factory=dict)  # of segments, by address
     _stack: Stack | None = None
     _freed_at: dict[int, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
+        self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, _MAX_DEQUE_LEN))
 
-    def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
+    def continue_from(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
         """Share the stacks of the history `before`; with `keeps_entries`, copy its entries."""
-        self.stacks, self.of_segments = before.stacks, before.of_segments
+        self.stacks, self.segment_stacks = before.stacks, before.segment_stacks
         if keeps_entries:
             self.entries.extend(before.entries)
 
@@ -110,48 +101,51 @@ class MemoryHistory:
     def segment_allocated(self, block: Block) -> None:
         """Record that `cudaMalloc` returned a segment, which `block` fills."""
         if self._stack is not None:
-            self.of_segments[block.address] = self._stack
-        self._add("segment_alloc", (block.address, block.num_bytes), block.stream, self._stack)
+            self.segment_stacks[block.address] = self._stack
+        self._add("segment_alloc", block.address, block.num_bytes, block.stream, self._stack)
 
     def segment_freed(self, block: Block) -> None:
         """Record that `cudaFree` freed the segment that `block` fills."""
-        stack = self.of_segments.pop(block.address, None)
+        stack = self.segment_stacks.pop(block.address, None)
         if self.context >= Context.ALL:
             stack = self.gather_stack()
-        self._add("segment_free", (block.address, block.num_bytes), block.stream, stack)
+        self._add("segment_free", block.address, block.num_bytes, block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Record that `num_bytes` were mapped at `address`, in the segment of `block`."""
         if self._stack is not None and block.previous is None:
-            self.of_segments.setdefault(block.address, self._stack)
-        self._add("segment_map", (address, num_bytes), block.stream, self._stack)
+            self.segment_stacks.setdefault(block.address, self._stack)
+        self._add("segment_map", address, num_bytes, block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Record that `num_bytes` were unmapped at `address`, in the segment of `block`."""
         stack = self._gather(Context.ALL)
-        self._add("segment_unmap", (address, num_bytes), block.stream, stack)
+        self._add("segment_unmap", address, num_bytes, block.stream, stack)
 
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
         """Record a failed request of `num_bytes`, when the GPU had `free_bytes` left."""
-        self._add("oom", (free_bytes, num_bytes), stream, self._stack)
+        self._add("oom", free_bytes, num_bytes, stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:
         """Record that a snapshot was taken, when blocks in use had `active_bytes`."""
-        self._add("snapshot", (0, active_bytes), 0, None)
+        self._add("snapshot", 0, active_bytes, 0, None)
 
     def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
-        extent = block.address, block.requested_bytes, block.num_bytes
-        self._add(action, extent, block.stream, stack)
+        requested_bytes, stream = block.requested_bytes, block.stream
+        self._add(action, block.address, requested_bytes, stream, stack, block.num_bytes)
 
-    def _add(self, action: str, extent: tuple[int, ...], stream: int, stack: Stack | None) -> None:
-        """Add an entry for `action`, torch's name of an event such as `segment_alloc`. `extent` is
-        (address, bytes) or (address, requested bytes, block bytes)."""
+    def _add(
+        self, action: str, address: int, num_bytes: int, stream: int, stack: Stack | None,
+        block_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add an entry for `action`, torch's name of an event such as `segment_alloc`. The other
+        arguments are fields of `Entry`; `block_bytes` None means `num_bytes`."""
         if action in self.skipped:
             return
-        address, num_bytes, block_bytes = (*extent, extent[-1])[:3]
         stack = stack if self.context >= Context.ALLOC else None
         now = time.time_ns() // 1000
-        entry = Entry(action, address, num_bytes, block_bytes, stream, now, stack, self.metadata)
+        size = num_bytes if block_bytes is None else block_bytes
+        entry = Entry(action, address, num_bytes, size, stream, now, stack, self.metadata)
         self.entries.append(entry)
 
     def trace(self) -> list[dict[str, Any]]:
@@ -166,7 +160,7 @@ class MemoryHistory:
         record["time_us"] = entry.time_us
         record["compile_context"] = "N/A"
         record["user_metadata"] = entry.metadata
-        record["pool_id"] = POOL
+        record["pool_id"] = DEFAULT_POOL_ID
         if entry.stack is not None:
             record["frames"] = self.frames_of(entry.stack)
         return record
@@ -177,7 +171,9 @@ class MemoryHistory:
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
         """Return the stack frames of the request for the segment at `address`; [] if unknown."""
-        return self.frames_of(self.of_segments[address]) if address in self.of_segments else []
+        return (
+            self.frames_of(self.segment_stacks[address]) if address in self.segment_stacks else []
+        )
 
 
 def segment_of(
@@ -209,7 +205,7 @@ def segment_of(
         )
         num_bytes += block.num_bytes
         block = block.next
-    number = first.stream - FIRST_PRIVATE_POOL
+    pool_number = first.stream - FIRST_PRIVATE_POOL  # negative for a stream
     in_use = [entry for entry in blocks if entry["state"] != "inactive"]
     allocated = [entry for entry in in_use if entry["state"] == "active_allocated"]
     return {
@@ -219,7 +215,7 @@ def segment_of(
         "requested_size": sum(entry["requested_size"] for entry in in_use),
         "stream": first.stream,
         "segment_type": "small" if first.is_small else "large",
-        "segment_pool_id": POOL if number < 0 else (0, number),
+        "segment_pool_id": DEFAULT_POOL_ID if pool_number < 0 else (0, pool_number),
         "is_expandable": is_expandable,
         "frames": [] if history is None else history.frames_of_segment(first.address),
         "blocks": blocks,

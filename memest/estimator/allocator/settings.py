@@ -17,27 +17,24 @@ from memest.units import MIB
 EXPANDABLE = "expandable_segments:True"  # setting that advice tries: segments that grow
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables; the first is the newer name. If both are set, CUDA's own options are read
-from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
-"""
+from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`)."""
 
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 NUM_INTERVALS = 16  # `roundup_power2_divisions`: one per power of two from 1 MiB to 64 GiB
+RESERVES = ("expandable_segments_reserve", "expandable_segments_reserve_by_class")
+"""Addresses of an expandable segment (`clamp_reserve_bytes`, CUDAAllocatorConfig.h). torch refuses
+a request that is larger, and begins another segment when one is full; neither is simulated."""
+
 WITHOUT_EFFECT = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "pinned_max_round_threshold_mb",
     "pinned_max_cached_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
     "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
-    "expandable_segments_reserve", "expandable_segments_reserve_by_class",
+    *RESERVES,
 )  # fmt: skip
 """Options about pinned host memory, locks, CUDA graphs, addresses, and the time of an error. GPU
-memory does not depend on them, if no segment is as large as its reserve (`RESERVES`).
-"""
-
-RESERVES = WITHOUT_EFFECT[-2:]
-"""Addresses of an expandable segment (`clamp_reserve_bytes`, CUDAAllocatorConfig.h). torch refuses
-a request that is larger, and begins another segment when one is full; neither is simulated.
-"""
+memory does not depend on them, if no segment is as large as its reserve (`RESERVES`)."""
 
 NEWER = {
     "pinned_free_catch_all": (2, 12),
@@ -51,7 +48,7 @@ _LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
 _NOT_CLOSED = "Expected closing bracket ']' in ConfigTokenizer but reached end of config"
 _TOKEN = re.compile(r"[,:\[\]]|[^,:\[\]]+")
-_INTEGER = re.compile(r"([+-]?)(\d+)")
+_INTEGER = re.compile(r"(?P<sign>[+-]?)(?P<digits>\d+)")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -77,6 +74,10 @@ class AllocatorSettings:
     def is_default(self) -> bool:
         """True if all options that affect GPU memory have torch's defaults."""
         return replace(self, text="", without_effect=()) == DEFAULT
+
+    def as_in_snapshot(self) -> dict[str, object]:
+        """Return the dict `allocator_settings` of torch's memory snapshot."""
+        return {"PYTORCH_ALLOC_CONF": self.text, "expandable_segments": self.expandable_segments}
 
 
 DEFAULT = AllocatorSettings()
@@ -107,12 +108,10 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
             hint=f"run it without `{NO_CACHE}`",
         )
-    newer, older = (environment.get(name) for name in VARIABLES)
-    if newer is None and older is None:
+    texts = [environment[name] for name in VARIABLES if name in environment]
+    if not texts:
         return DEFAULT
-    common = newer if newer is not None else older
-    cuda = older if older is not None else newer
-    return _parse(common or "", cuda or "")
+    return _parse(texts[0], texts[-1])  # CUDA's own options are read from the older variable
 
 
 def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> AllocatorSettings:
@@ -164,9 +163,10 @@ class _Tokens:
     def integer(self, index: int) -> int:
         """Return token number `index` as `std::stoull` reads it: leading digits; negatives wrap."""
         match = _INTEGER.match(self[index])
-        if match is None or int(match[2]) >= 1 << 64:
+        if match is None or int(match["digits"]) >= 1 << 64:
             raise _RefusedError("stoull")
-        return (-int(match[2]) if match[1] == "-" else int(match[2])) % (1 << 64)
+        value = int(match["digits"])
+        return (-value if match["sign"] == "-" else value) % (1 << 64)
 
     def number(self, index: int) -> float:
         match = _NUMBER.match(self[index])
@@ -203,21 +203,23 @@ def _fields(
     is skipped by the parser of all devices; CUDA's parser raises `_RefusedError`. Options in
     `unknown` are unrecognised too: they are newer than the simulated release. For an option without
     effect on GPU memory, CUDA's parser yields (key, True)."""
-    options, other_options = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
+    options, other_options = (
+        (_CUDA_OPTIONS, _COMMON_OPTIONS) if is_cuda else (_COMMON_OPTIONS, _CUDA_OPTIONS)
+    )
     if not is_cuda:
         tokens.read_large_segment()
     index = 0
     while index < len(tokens.words):
         key = tokens[index]
-        tokens[index + 2]
+        tokens[index + 2]  # raises if no value follows the key and its colon
         is_host = key in WITHOUT_EFFECT and key not in unknown
         if key in options:
             name, read = options[key]
             yield name, read(tokens, index + 2)
         elif is_cuda and key not in other_options and not is_host:
             raise _RefusedError(f"Unrecognized key '{key}' in CUDA allocator config.")
-        elif is_host and not is_cuda and key in _OF_HOST:
-            _OF_HOST[key](tokens, index + 2)
+        elif not is_cuda and is_host and key in _HOST_OPTIONS:
+            _HOST_OPTIONS[key](tokens, index + 2)
         elif is_cuda and is_host:
             yield key, True
         index = tokens.end_of_value(index + 2) + 2
@@ -226,37 +228,37 @@ def _fields(
 _Read = Callable[[_Tokens, int], object]  # reads the value at an index
 
 
-def _megabytes(tokens: _Tokens, index: int) -> int:
+def _mib_as_bytes(tokens: _Tokens, index: int) -> int:
     """Return the value at `index`, in MiB, as bytes. Raise `_RefusedError` if it is smaller than
     `tokens.large_bytes`."""
     value, minimum = tokens.integer(index), tokens.large_bytes // MIB
     if value < minimum:
-        key = tokens[index - 2]
+        key = tokens[index - 2]  # before the colon
         raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {minimum}")
     return value * MIB
 
 
-def _collection(tokens: _Tokens, index: int) -> float:
+def _garbage_threshold(tokens: _Tokens, index: int) -> float:
     value = tokens.number(index)
     if not 0 < value < 1:
         raise _RefusedError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
     return value
 
 
-def _fraction(tokens: _Tokens, index: int) -> float:
+def _share(tokens: _Tokens, index: int) -> float:
     value = tokens.number(index)
     if not 0 <= value <= 1:
         raise _RefusedError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
     return value
 
 
-def _backend(tokens: _Tokens, index: int) -> str:
+def _allocator(tokens: _Tokens, index: int) -> str:
     if tokens[index] not in ("native", "cudaMallocAsync"):
         raise _RefusedError("Unknown allocator backend, options are native and cudaMallocAsync")
     return tokens[index]
 
 
-def _roundup(tokens: _Tokens, index: int) -> tuple[int, ...]:
+def _divisions(tokens: _Tokens, index: int) -> tuple[int, ...]:
     divisions = [0] * NUM_INTERVALS
     if tokens[index] != "[":
         value = tokens.integer(index)
@@ -281,7 +283,8 @@ def _roundup(tokens: _Tokens, index: int) -> tuple[int, ...]:
                 divisions[:interval] = [value] * interval
                 is_first = False
             divisions[interval] = value
-        index += 3 if tokens[index + 3] == "]" else 4  # a comma
+        # boundary, colon and value are three tokens; all but the last value have a comma too
+        index += 3 if tokens[index + 3] == "]" else 4
     if index >= len(tokens.words):
         raise _RefusedError(_NOT_CLOSED)
     return tuple(divisions)
@@ -291,21 +294,21 @@ def _is_power_of_2(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-_COMMON: dict[str, tuple[str, _Read]] = {
+_COMMON_OPTIONS: dict[str, tuple[str, _Read]] = {
     "expandable_segments": ("expandable_segments", _Tokens.boolean),
-    "max_split_size_mb": ("max_split_bytes", _megabytes),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _megabytes),
-    "garbage_collection_threshold": ("garbage_collection_threshold", _collection),
-    "roundup_power2_divisions": ("roundup_divisions", _roundup),
+    "max_split_size_mb": ("max_split_bytes", _mib_as_bytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mib_as_bytes),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _garbage_threshold),
+    "roundup_power2_divisions": ("roundup_divisions", _divisions),
     _LARGE_SEGMENT: ("large_segment_bytes", lambda tokens, index: tokens.large_bytes),
 }
 """Options of all devices: their fields in `AllocatorSettings`, and how torch reads them."""
 
-_OF_CUDA: dict[str, tuple[str, _Read]] = {
-    "per_process_memory_fraction": ("memory_fraction", _fraction),
-    "backend": ("backend", _backend),
+_CUDA_OPTIONS: dict[str, tuple[str, _Read]] = {
+    "per_process_memory_fraction": ("memory_fraction", _share),
+    "backend": ("backend", _allocator),
 }
-_OF_HOST: dict[str, _Read] = {
+_HOST_OPTIONS: dict[str, _Read] = {
     "pinned_use_background_threads": _Tokens.boolean,
     "pinned_max_round_threshold_mb": _Tokens.integer,
     "pinned_max_cached_size_mb": _Tokens.integer,
@@ -330,7 +333,7 @@ def describe(settings: AllocatorSettings) -> str:
     return f"PyTorch's allocator with {shown(settings.text)}{note}"
 
 
-_KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
+_LEFT_UNCHANGED = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 """Options that a later text without them leaves unchanged (`parseArgs`)."""
 
 
@@ -338,5 +341,5 @@ def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
     """Return the settings after a call of `torch.cuda.memory._set_allocator_settings(text)`, given
     those `before` it. Raise as `parse_settings`."""
     settings = _parse(text, text, large_bytes=before.large_segment_bytes)
-    fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
+    fields = [_COMMON_OPTIONS[key][0] for key in _LEFT_UNCHANGED if key not in _Tokens(text).words]
     return replace(settings, **{field: getattr(before, field) for field in fields})

@@ -18,7 +18,8 @@ _ACTIVE = (
     "active", "active_bytes", "requested_bytes", "inactive_split", "inactive_split_bytes",
 )  # fmt: skip
 _REQUESTS = (*_ALLOCATED, *_ACTIVE)
-_SEGMENTS = ("segment", "reserved_bytes")
+_RESERVED = ("reserved_bytes",)
+_SEGMENTS = ("segment", *_RESERVED)
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
 
 
@@ -82,29 +83,36 @@ class CountingAllocator(CachingAllocator):
             block = _malloc(self, num_bytes, stream)
         except OutOfMemory:
             self.num_ooms += 1
-            size, free_bytes = self.rounded(num_bytes), (self.gpu_bytes or 0) - self.reserved_bytes
+            size = self.rounded(num_bytes)
+            free_bytes = max(0, (self.gpu_bytes or 0) - self.reserved_bytes)
             if history is not None:
-                history.refused(size, stream, max(0, free_bytes))
+                history.refused(size, stream, free_bytes)
             for observer in self.observers:
-                observer(size, max(0, free_bytes))
+                observer(size, free_bytes)
             raise
-        size, following = block.num_bytes, block.next
-        if self._tuning is not None and self._skips_splits(size, 1):
-            split = 0, 0  # change of the free blocks that are parts of segments: number, bytes
-        elif following is None:
-            split = (0, 0) if block.previous is None else (-1, -size)
-        elif not following.is_free:
-            split = -1, -size
-        elif block.previous is not None or following.next is not None:  # it was split off before
-            split = 0, -size
-        else:
-            split = 1, following.num_bytes
         block.requested_bytes = num_bytes
-        amounts = (1, size, 1, size, num_bytes, *split)
+        size = block.num_bytes
+        if self._tuning is not None:
+            self._count_oversize("allocations", size, 1)
+        amounts = (1, size, 1, size, num_bytes, *self._inactive_split_change(block))
         self._count(block.is_small, _REQUESTS, amounts)
         if history is not None:
             history.allocated(block)
         return block
+
+    def _inactive_split_change(self, block: Block) -> tuple[int, int]:
+        """Return the changes of `inactive_split` and `inactive_split_bytes` by the request that got
+        `block`. They count free blocks that do not fill their segment."""
+        size, following = block.num_bytes, block.next
+        if self.settings.expandable_segments:
+            return 0, 0
+        if following is None and block.previous is None:  # it fills its segment
+            return 0, 0
+        if following is None or not following.is_free:  # a free block was used whole
+            return -1, -size
+        if block.previous is not None or following.next is not None:  # a free part was split again
+            return 0, -size
+        return 1, following.num_bytes  # a whole segment was split
 
     def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
         """Count and serve a request at an address; see `CachingAllocator.malloc_at`."""
@@ -127,19 +135,23 @@ class CountingAllocator(CachingAllocator):
             self.history.free_requested(block)
             self.history.free_completed(block)
         self._count(block.is_small, _ALLOCATED, (-1, -block.num_bytes))
-        self._end(block)
+        self._return_to_pool(block)
 
-    def _end(self, block: Block) -> None:
+    def _return_to_pool(self, block: Block) -> None:
         """Return `block` to its pool, and count it as inactive. It was counted as freed before."""
-        size, previous, following = block.num_bytes, block.previous, block.next
+        size = block.num_bytes
         num_split = split_bytes = 0
-        for neighbour in (previous, following):
-            if neighbour is not None and neighbour.is_free:
-                num_split, split_bytes = num_split - 1, split_bytes - neighbour.num_bytes
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.is_free:  # `_free` merges it with `block`
+                num_split -= 1
+                split_bytes -= neighbour.num_bytes
         _free(self, block)
         if block.previous is not None or block.next is not None:
-            num_split, split_bytes = num_split + 1, split_bytes + block.num_bytes
-        if self._tuning is not None and self._skips_splits(size, -1):
+            num_split += 1
+            split_bytes += block.num_bytes
+        if self._tuning is not None:
+            self._count_oversize("allocations", size, -1)
+        if self.settings.expandable_segments:
             num_split = split_bytes = 0
         amounts = (-1, -size, -block.requested_bytes, num_split, split_bytes)
         self._count(block.is_small, _ACTIVE, amounts)
@@ -158,7 +170,7 @@ class CountingAllocator(CachingAllocator):
         if self.history is not None:
             self.history.free_completed(block)
         self.allocated_bytes += block.num_bytes
-        self._end(block)
+        self._return_to_pool(block)
 
     def empty_cache(self) -> None:
         """Return cached segments to the driver, and count a synchronisation of all streams."""
@@ -174,7 +186,7 @@ class CountingAllocator(CachingAllocator):
         if self.history is not None:
             self.history.segment_freed(block)
 
-    def taken(self, block: Block) -> None:
+    def count_segment(self, block: Block) -> None:
         """Count the new segment that `block` fills."""
         self.num_segments += 1
         self._count(block.is_small, _SEGMENTS, (1, block.num_bytes))
@@ -182,19 +194,19 @@ class CountingAllocator(CachingAllocator):
         if self.history is not None:
             self.history.segment_allocated(block)
 
-    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
+    def count_mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Count `num_bytes` that are mapped into the expandable segment of `block`."""
-        super().mapped(address, num_bytes, block)
+        super().count_mapped(address, num_bytes, block)
         self.num_segments += 1
-        self._count(block.is_small, _SEGMENTS[1:], (num_bytes,))
+        self._count(block.is_small, _RESERVED, (num_bytes,))
         if self.history is not None:
             self.history.segment_mapped(address, num_bytes, block)
 
-    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+    def count_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Count `num_bytes` that are unmapped from the expandable segment of `block`."""
-        super().unmapped(address, num_bytes, block)
+        super().count_unmapped(address, num_bytes, block)
         self.num_segments_freed += 1
-        self._count(block.is_small, _SEGMENTS[1:], (-num_bytes,))
+        self._count(block.is_small, _RESERVED, (-num_bytes,))
         if self.history is not None:
             self.history.segment_unmapped(address, num_bytes, block)
 
@@ -226,25 +238,18 @@ class CountingAllocator(CachingAllocator):
 
     def reset_peak_stats(self) -> None:
         """Set the peaks of `memory_stats` to current values; the report keeps its own peaks."""
-        for stat in self._all():
+        for stat in self._all_stats():
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """Reset totals as `torch.cuda.reset_accumulated_memory_stats` does."""
-        for stat in self._all():
+        for stat in self._all_stats():
             stat.allocated = stat.freed = 0
         self._retries_forgotten = self.num_retries
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
 
-    def _all(self) -> Iterator[Stat]:
+    def _all_stats(self) -> Iterator[Stat]:
         return chain(*self._stats.values(), self._oversize.values())
-
-    def _skips_splits(self, num_bytes: int, sign: int) -> bool:
-        """Return whether the caller leaves the statistics `inactive_split` unchanged. This is so if
-        segments are expandable. Also count the caller's block of `num_bytes` as an oversize
-        allocation (`sign` 1) or free (-1), if it reaches `max_split_size_mb`."""
-        self._count_oversize("allocations", num_bytes, sign)
-        return self.settings.expandable_segments
 
     def _count_oversize(self, name: str, num_bytes: int, sign: int) -> None:
         """Add `sign` to the oversize statistic `name`, if `num_bytes` reach `max_split_size_mb`."""
@@ -256,9 +261,9 @@ class CountingAllocator(CachingAllocator):
         """Add `amounts` to the statistics `names`: in all pools, and in the small or large one."""
         for name, amount in zip(names, amounts, strict=True):
             if amount:
-                stats = self._stats[name]
-                stats[0].change(amount)
-                stats[1 if is_small else 2].change(amount)
+                all_pools, small_pool, large_pool = self._stats[name]
+                all_pools.change(amount)
+                (small_pool if is_small else large_pool).change(amount)
 
 
 def allow_share(

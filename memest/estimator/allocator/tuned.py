@@ -5,17 +5,10 @@ Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free
 `CachingAllocator` calls it only where a setting is not the default.
 """
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from memest.estimator.allocator.blocks import (
-    ADDRESS_BITS,
-    ROUND_BYTES,
-    SMALL_REQUEST_BYTES,
-    Block,
-    FreeBlocks,
-    round_request,
-)
+from memest.estimator.allocator import blocks
+from memest.estimator.allocator.blocks import Block, FreeBlocks
 from memest.estimator.allocator.expandable import ExpandableSegments
 from memest.estimator.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from memest.units import MIB, round_up
@@ -36,19 +29,19 @@ class Tuning:
         )
         self._allocator = allocator
         self._max_split = settings.max_split_bytes
-        self._num_searches = [0, 0]  # `get_free_blocks_call_count`, by size of the pool
+        self._num_searches = [0, 0]  # `get_free_blocks_call_count`, indexed by `is_small`
         self._inserted_at: dict[int, int] = {}  # by `id` of a free block
 
     # --- sizes
 
     def rounded(self, num_bytes: int) -> int:
         """Return the block size, in bytes, that serves a request of `num_bytes`."""
-        if num_bytes < ROUND_BYTES:
-            return ROUND_BYTES
-        interval = num_bytes.bit_length() - MIB.bit_length()
+        if num_bytes < blocks.ROUND_BYTES:
+            return blocks.ROUND_BYTES
+        interval = num_bytes.bit_length() - MIB.bit_length()  # 0 from 1 MiB, 1 from 2 MiB, ...
         divisions = self.settings.roundup_divisions[min(max(0, interval), NUM_INTERVALS - 1)]
-        if divisions <= 1 or num_bytes <= ROUND_BYTES * divisions:
-            return round_request(num_bytes)
+        if divisions <= 1 or num_bytes <= blocks.ROUND_BYTES * divisions:
+            return blocks.round_request(num_bytes)
         floor = 1 << (num_bytes.bit_length() - 1)
         return round_up(num_bytes, floor // divisions)  # a power of two stays
 
@@ -65,7 +58,7 @@ class Tuning:
             self._num_searches[is_small] += 1
         if index < len(pool.keys) and self.expandable is not None:
             index = self.expandable.best_index(pool, index)
-        if index < len(pool.keys) and self._serves(pool.keys[index] >> ADDRESS_BITS, size):
+        if index < len(pool.keys) and self._serves(pool.keys[index] >> blocks.ADDRESS_BITS, size):
             return index
         if self.collects:
             self._collect()
@@ -83,9 +76,9 @@ class Tuning:
     def splits(self, size: int, remaining: int, is_small: bool) -> bool:
         """Return whether a block of `size + remaining` bytes is split to serve `size` bytes."""
         if is_small or self.expandable is not None:
-            return remaining >= ROUND_BYTES
+            return remaining >= blocks.ROUND_BYTES
         is_whole = self._max_split is not None and size >= self._max_split
-        return remaining > SMALL_REQUEST_BYTES and not is_whole
+        return remaining > blocks.SMALL_REQUEST_BYTES and not is_whole
 
     # --- freeing
 
@@ -97,7 +90,7 @@ class Tuning:
             and self._allocator.allowed_bytes is not None
         )
 
-    def inserted(self, block: Block) -> None:
+    def record_insertion(self, block: Block) -> None:
         """Record when `block` was inserted into its pool, for its age. Time is counted in searches
         of the small or of the large pools; each request is one search."""
         if self.settings.garbage_collection_threshold:
@@ -109,20 +102,21 @@ class Tuning:
         assert allocator.allowed_bytes is not None
         share = self.settings.garbage_collection_threshold
         target = allocator.reserved_bytes - int(share * allocator.allowed_bytes)
-        if target <= 0:
+        if target <= 0 or self.expandable is not None:
             return
-        ages = {id(b): self._age(b) for _, b in allocator.unsplit(is_small=False)}
-        total, count, reclaimed, has_freed = sum(ages.values()), len(ages), 0, True
-        while reclaimed < target and has_freed and count:
-            threshold, has_freed = total / count, False
+        ages = [self._age(block) for _, block in allocator.unsplit(is_small=False)]
+        total_age, num_segments = sum(ages), len(ages)
+        reclaimed_bytes, has_freed = 0, True
+        while reclaimed_bytes < target and has_freed and num_segments:
+            mean_age, has_freed = total_age / num_segments, False
             for pool, block in allocator.unsplit(is_small=False):
                 age = self._age(block)
-                if self.expandable is not None or age < threshold:
+                if age < mean_age:
                     continue
                 has_freed = True
-                reclaimed += block.num_bytes
-                total -= age
-                count -= 1
+                reclaimed_bytes += block.num_bytes
+                total_age -= age
+                num_segments -= 1
                 pool.discard(block)
                 allocator.release(block)
 
@@ -133,26 +127,24 @@ class Tuning:
         """Free cached segments of at least `max_split_size_mb`, for a new segment of `size` bytes.
         Free one that is large enough, else several, the largest first. Return whether the freed
         bytes suffice. `stream` and `is_small` select the pool."""
-        if self._max_split is None:
+        if self._max_split is None or self.expandable is not None:
             return False
         allocator = self._allocator
-        pool = allocator.pools_of(stream)[is_small]
+        pool = allocator.pools[stream][is_small]
         needed_bytes = max(size, self._max_split)
-        index = bisect_left(pool.keys, needed_bytes << ADDRESS_BITS)
-        if index < len(pool.keys) and self.expandable is None:
-            block = pool.by_key[pool.keys[index]]
-            pool.discard(block)
-            allocator.release(block)
+        index = pool.first_index(needed_bytes)
+        if index < len(pool.keys):
+            allocator.release(pool.pop(index))
             return True
-        released = 0
-        for block in [pool.by_key[key] for key in reversed(pool.keys)]:
-            if released >= needed_bytes or block.num_bytes < self._max_split:
+        released_bytes = 0
+        while pool.keys and released_bytes < needed_bytes:
+            largest = pool.by_key[pool.keys[-1]]
+            if largest.num_bytes < self._max_split:
                 break
-            if self.expandable is None:
-                released += block.num_bytes
-                pool.discard(block)
-                allocator.release(block)
-        return released >= needed_bytes
+            released_bytes += largest.num_bytes
+            pool.discard(largest)
+            allocator.release(largest)
+        return released_bytes >= needed_bytes
 
     def layout(self) -> tuple[object, ...]:
         """Return a value to compare: what decides later addresses, besides the free blocks."""

@@ -29,15 +29,15 @@ class LiveModules:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self._taken: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
-        self._names: dict[int, str] = {}
-        self._parameters: dict[int, str] = {}
-        self._stack: list[nn.Module] = []
-        self._starts: list[int] = []
-        self._owners: list[tuple[str, str]] = []
-        self._known_owners: dict[tuple[str, str], tuple[str, str]] = {}
-        self._line = ""
+        self._removed: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
+        self._path_by_module: dict[int, str] = {}  # by `id`, as are the next two
+        self._path_by_parameter: dict[int, str] = {}
         self._models: dict[int, weakref.ref[nn.Module]] = {}
+        self._stack: list[nn.Module] = []  # running modules, the innermost last
+        self._line = ""  # running line of the script
+        self._starts: list[int] = []  # sequence numbers of autograd, from which `_owners` hold
+        self._owners: list[tuple[str, str]] = []  # (path of the module, line)
+        self._unique_owners: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones, stored once
         self.is_generating = False  # flag: a function named `generate` called the last model
         self.is_evaluating = False  # True if the last model was in evaluation mode
         self.on_call: Callable[[nn.Module, bool], None] | None = None
@@ -51,38 +51,39 @@ class LiveModules:
         ]
         return self._handles
 
-    def _dicts(self) -> list[Any]:
+    def _hook_dicts(self) -> list[Any]:
         names = ("pre_hooks", "hooks", "hooks_always_called")
         return [getattr(nn.modules.module, f"_global_forward_{name}") for name in names]
 
-    def _take_hooks(self) -> None:
-        self._taken = [
-            [(h.id, d.pop(h.id)) for h in self._handles if h.id in d] for d in self._dicts()
-        ]
+    def _remove_hooks(self) -> None:
+        ids = [handle.id for handle in self._handles]
+        self._removed = []
+        for hooks in self._hook_dicts():
+            self._removed.append({key: hooks.pop(key) for key in ids if key in hooks})
 
-    def _put_hooks(self) -> None:
-        for hooks, pairs in zip(self._dicts(), self._taken, strict=True):
-            hooks.update(pairs)
+    def _restore_hooks(self) -> None:
+        for hooks, removed in zip(self._hook_dicts(), self._removed, strict=True):
+            hooks.update(removed)
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
         """Remove the hooks that `hooks` has registered, within the block, which may be nested."""
-        outer = self._taken
-        self._take_hooks()
+        outer = self._removed
+        self._remove_hooks()
         try:
             yield
         finally:
-            self._put_hooks()
-            self._taken = outer
+            self._restore_hooks()
+            self._removed = outer
 
     @contextmanager
     def with_hooks(self) -> Iterator[None]:
         """Install the hooks again within the block, for use inside `without_hooks`."""
-        self._put_hooks()
+        self._restore_hooks()
         try:
             yield
         finally:
-            self._take_hooks()
+            self._remove_hooks()
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
@@ -100,7 +101,10 @@ class LiveModules:
 
     def current(self) -> str:
         """Return the path of the running module, in forward or backward; "" if none runs."""
-        return self._names.get(id(self._stack[-1]), "") if self._stack else self.in_backward()[0]
+        if self._stack:
+            return self.path_of(self._stack[-1])
+        path, _ = self.in_backward()
+        return path
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that were called and still exist."""
@@ -109,17 +113,17 @@ class LiveModules:
 
     def owner_of(self, parameter: Any) -> str:
         """Return the path of the module that has `parameter`; "" if no called model has it."""
-        return self._parameters.get(id(parameter), "")
+        return self._path_by_parameter.get(id(parameter), "")
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of `module`; "" if no called model has it."""
-        return self._names.get(id(module), "")
+        return self._path_by_module.get(id(module), "")
 
     def note_line(self, line: str) -> None:
         """Record that the running forward executes `line` of the script, such as `train.py:12`."""
         if line != self._line:
             self._line = line
-            self._note(-1)
+            self._record_owner(-1)
 
     def in_backward(self) -> tuple[str, str]:
         """Return (path of the module, script's line) of the forward that made the running autograd
@@ -129,7 +133,7 @@ class LiveModules:
             return "", ""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self._parameters.get(id(variable), ""), ""
+            return self.owner_of(variable), ""
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[index] if index >= 0 else ("", "")
 
@@ -138,15 +142,14 @@ class LiveModules:
         if len(self._starts) > 2 * self.MAX_NOTES:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
-    def _note(self, offset: int = 0) -> None:
+    def _record_owner(self, offset: int = 0) -> None:
         """Record the running module and line as the origin of the autograd nodes that follow. The
         origin holds from a sequence number on: autograd's next number plus `offset`. `offset` is -1
         while an operator runs, since the operator's node already has its number. Otherwise `offset`
         is 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
-        name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
-        owner = name, self._line
-        owner = self._known_owners.setdefault(owner, owner)
+        owner = self.path_of(self._stack[-1]) if self._stack else "", self._line
+        owner = self._unique_owners.setdefault(owner, owner)
         if self._starts and self._starts[-1] >= start:
             self._owners[-1] = owner
             return
@@ -156,15 +159,15 @@ class LiveModules:
     def _enter(self, module: nn.Module, args: Any) -> None:
         module = getattr(module, "_orig_mod", module)  # unwrap torch.compile's OptimizedModule
         if not self._stack:
-            self._call(module)
+            self._record_call(module)
         self._stack.append(module)
-        self._note()
+        self._record_owner()
 
-    def _call(self, module: nn.Module) -> None:
+    def _record_call(self, module: nn.Module) -> None:
         """Record the call of an outermost `module`; at its first call, the paths of its modules."""
         if len(self._starts) > 4 * self.MAX_NOTES:
             self.forget()  # a script that only generates takes no optimizer steps
-        is_new = id(module) not in self._names
+        is_new = id(module) not in self._path_by_module
         if is_new:
             root, paths, owners = type(module).__name__, dict[int, str](), dict[int, str]()
             self._models[id(module)] = weakref.ref(module, lambda _: self._drop(paths))
@@ -172,8 +175,8 @@ class LiveModules:
                 path = paths[id(child)] = f"{root}.{name}" if name else root
                 for parameter in child._parameters.values():
                     owners.setdefault(id(parameter), path)
-            self._names |= paths  # in place of those of children that were called alone
-            self._parameters |= owners
+            self._path_by_module |= paths  # in place of those of children that were called alone
+            self._path_by_parameter |= owners
         self.is_evaluating = not module.training
         callers = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe(1)))
         self.is_generating = not torch.is_grad_enabled() and "generate" in callers
@@ -183,13 +186,13 @@ class LiveModules:
     def _drop(self, paths: dict[int, str]) -> None:
         """Remove the paths of a freed model's modules, since Python reuses their ids."""
         self._models.pop(next(iter(paths)), None)
-        for key in [key for key, path in paths.items() if self._names.get(key) == path]:
-            del self._names[key]
+        for key in [key for key, path in paths.items() if self._path_by_module.get(key) == path]:
+            del self._path_by_module[key]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._stack:
             self._stack.pop()
-        self._note()
+        self._record_owner()
 
 
 class Attribution:
@@ -214,11 +217,14 @@ class Attribution:
         """Return the `Site` (module, phase, operator and line) of memory that `func` allocates.
         `func` is an operator, or a name in place of one. Equal sites are one object."""
         module, phase = self.modules.current(), self.phase()
-        line, caller = self.lines.current(), ""
+        line = running_line = self.lines.current()
+        caller = ""
         if phase in ("setup", "forward"):
             self.modules.note_line(line)
-        elif phase == "backward" and (forward_line := self.modules.in_backward()[1]):
-            line, caller = forward_line, line if line != forward_line else ""
+        elif phase == "backward":
+            _, forward_line = self.modules.in_backward()
+            if forward_line not in ("", running_line):
+                line, caller = forward_line, running_line
         key = (func if isinstance(func, str) else id(func), module, phase, line, caller)
         site = self._sites.get(key)
         if site is None:
@@ -249,7 +255,7 @@ class Attribution:
     def failure(self, func: Any, error: Exception) -> Exception:
         """Return the exception to raise after the operator `func` raised `error`. It is an
         `UnsupportedError` if `func` cannot be simulated, else `error`."""
-        module = self.modules.current().partition(".")[2]
+        _, _, module = self.modules.current().partition(".")
         location = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, location)
 

@@ -25,8 +25,8 @@ from memest.estimator.tensors.patches import Patches
 _FOREIGN = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
-_BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
-_ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
+_BETWEEN_CONDITION_AND_JUMP = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")
+_BRANCHES_AND_STORES = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
 ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimizer steps
 STEADY_ROUNDS = 64  # rounds of a loop that allocate the same bytes each, before it ends early
 
@@ -57,7 +57,7 @@ class WaitingLoops:
         self._rounds.clear()
         self.steady.clear()
 
-    def branch(self, guess: bool, notes: Notes) -> bool:
+    def choose(self, guess: bool, notes: Notes) -> bool:
         """Return a value for the unknown condition that the script is reading: `guess` or its
         opposite. A loop here is a `while` loop that can end only by its condition.
 
@@ -72,7 +72,7 @@ class WaitingLoops:
         The last two rules have an exception, for a condition such as that of an `assert`. If the
         code raises at once on the value, and not on the opposite, the condition gets the opposite.
         """
-        frame, loop = _read_now()
+        frame, loop = _running_condition()
         if frame is None:
             return guess
         if loop is not None:
@@ -80,17 +80,18 @@ class WaitingLoops:
         if self._is_steady(frame):
             notes.add(f"{_waits(frame)}: ended after {STEADY_ROUNDS} rounds of equal memory")
             return not guess
-        if self._rounds and self._takes_other_way(frame):
+        if self._rounds and self._is_in_even_round(frame):
             guess = not guess
         raises = _values_that_raise(frame.f_code, frame.f_lasti)
-        return not guess if guess in raises and (not guess) not in raises else guess
+        return not guess if raises == (guess,) else guess
 
-    def known(self) -> None:
+    def count_round(self) -> None:
         """Count a round of the loop whose condition the script is reading, and whose value is
         known. Do nothing if the script reads another condition."""
-        frame, loop = _read_now()
+        frame, loop = _running_condition()
         if frame is not None and loop is not None:
-            self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
+            key = id(frame), loop
+            self._rounds[key] = self._rounds.get(key, 0) + 1
 
     def _waiting_condition(self, guess: bool, frame: FrameType, loop: range, notes: Notes) -> bool:
         """Return the value of the unknown condition of a loop, with lines `loop` in `frame`:
@@ -114,7 +115,7 @@ class WaitingLoops:
         self.steady[key] = rounds, now, now - total
         return rounds >= STEADY_ROUNDS
 
-    def _takes_other_way(self, frame: FrameType | None) -> bool:
+    def _is_in_even_round(self, frame: FrameType | None) -> bool:
         """Return whether `frame` or a caller is in the second (or any even) round of a loop."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
@@ -124,7 +125,7 @@ class WaitingLoops:
         return False
 
 
-def _read_now() -> tuple[FrameType | None, range | None]:
+def _running_condition() -> tuple[FrameType | None, range | None]:
     """Return (innermost running frame outside torch and memest, lines of its `while` loop). The
     frame is None if there is none. The lines are None unless the frame's current line is in the
     loop's condition, and this condition alone ends the loop."""
@@ -132,7 +133,7 @@ def _read_now() -> tuple[FrameType | None, range | None]:
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
         return None, None
-    loops = _conditions(frame.f_code.co_filename)
+    loops = _waiting_loops(frame.f_code.co_filename)
     return frame, next((loop for condition, loop in loops if frame.f_lineno in condition), None)
 
 
@@ -140,7 +141,7 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 
 
 @cache
-def _conditions(file: str) -> tuple[tuple[range, range], ...]:
+def _waiting_loops(file: str) -> tuple[tuple[range, range], ...]:
     """Return (lines of the condition, lines of the loop) for `while` loops in `file` that end by
     this condition only. Those with another exit, such as a maximum of rounds, are left out."""
     loops = [node for node in _nodes(file) if isinstance(node, ast.While)]
@@ -167,7 +168,7 @@ def _nodes(file: str) -> list[ast.AST]:
 def _only_condition(loop: ast.While) -> ast.expr | None:
     """Return the condition that alone ends `loop`; None if there are other exits."""
     exits = list(_exits(loop.body))
-    if not isinstance(loop.test, ast.Constant):
+    if not isinstance(loop.test, ast.Constant):  # no `while True`
         return None if exits or isinstance(loop.test, ast.BoolOp) else loop.test
     tests = [node.test for node in loop.body if isinstance(node, ast.If) and node.body[-1] in exits]
     return tests[0] if len(tests) == len(exits) == 1 else None
@@ -201,17 +202,23 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
     For an `assert` the result is (False,). The condition is read at bytecode `offset`. Return () if
     `code` raises on neither value, or if no branch follows the condition."""
     steps = list(dis.get_instructions(code))
-    index = next((i for i, step in enumerate(steps) if step.offset == offset), len(steps))
-    if not steps[index:][:1] or "POP_JUMP" not in steps[index].opname:
-        index += 1  # a call of `bool` or `item`, whose result a jump reads
-        while index < len(steps) and steps[index].opname in _BETWEEN:
-            index += 1
-    jump = steps[index] if index < len(steps) else None
-    if jump is None or "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
+    index_by_offset = {step.offset: index for index, step in enumerate(steps)}
+    if offset not in index_by_offset:
         return ()
-    target = next(i for i, step in enumerate(steps) if step.offset == jump.argval)
+    index = index_by_offset[offset]
+    if (
+        "POP_JUMP" not in steps[index].opname
+    ):  # a call of `bool` or `item`, whose result a jump reads
+        index += 1
+        while index < len(steps) and steps[index].opname in _BETWEEN_CONDITION_AND_JUMP:
+            index += 1
+    if index == len(steps):
+        return ()
+    jump = steps[index]
+    if "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
+        return ()
     jumps_on = jump.opname.endswith("TRUE")
-    branches = ((jumps_on, target), (not jumps_on, index + 1))
+    branches = ((jumps_on, index_by_offset[jump.argval]), (not jumps_on, index + 1))
     return tuple(value for value, start in branches if _raises(steps, start))
 
 
@@ -220,6 +227,6 @@ def _raises(steps: list[dis.Instruction], start: int) -> bool:
     for step in steps[start:]:
         if step.opname == "RAISE_VARARGS":
             return True
-        if step.opname.startswith(_ENDS):
+        if step.opname.startswith(_BRANCHES_AND_STORES):
             return False
     return False

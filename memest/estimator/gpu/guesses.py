@@ -87,7 +87,7 @@ class Guesses:
     def branch(self, guess: bool) -> bool:
         """Return `guess` for the condition that the script reads; its opposite, if `guess` leads to
         a `raise` or to a loop that does not end."""
-        return self.loops.branch(guess, self.notes)
+        return self.loops.choose(guess, self.notes)
 
     def note(self, what: str) -> None:
         """Count one read of a guess by the script's running line; `what` describes the value. Raise
@@ -128,8 +128,11 @@ _BELOW = operators("lt.Scalar le.Scalar")
 def guessed_comparison(func: Any, args: Args) -> bool | None:
     """Return the guessed result of the operator `func`, a comparison, `any` or `all`; else None."""
     if func in _ABOVE or func in _BELOW:
-        size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
-        return 0 < size <= TOLERANCE if is_upward else size >= LARGE
+        threshold = args[1]
+        size = abs(threshold)
+        if (func in _ABOVE) == (threshold > 0):  # passed by values farther from 0
+            return 0 < size <= TOLERANCE
+        return size >= LARGE
     if func in _REDUCTIONS and args[0].is_floating_point():  # numbers differ from 0
         return True
     if func in _ALL_FALSE:
@@ -139,53 +142,10 @@ def guessed_comparison(func: Any, args: Args) -> bool | None:
 
 MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
-
-def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
-    """Guess the booleans `out`, the result of `func(*args)`, and store the guess in `values`.
-
-    Do nothing if `out` is known already, or has more than `MAX_MASK` elements. The guess depends
-    on the operator `func`:
-
-        check (`PASSING_CHECKS`)      True, also if a guess of `out` is stored already
-        selection, such as `gather`   value of the source's elements if all are equal, else no guess
-        other operator                result of `guessed_comparison`, which may be no guess
-    """
-    guess: bool | None = None
-    if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
-        guess = True
-    elif values.is_known(out) or out.numel() > MAX_MASK:
-        return
-    elif func in _SELECTIONS:
-        source = values.value_of(args[0])
-        if source is not None and source.numel():
-            first_value = bool(source.flatten()[0])
-            guess = first_value if bool((source == first_value).all()) else None
-    else:
-        guess = guessed_comparison(func, args)
-    if guess is not None:
-        values.adopt_guess(out, torch.full(out.shape, guess, device=CPU))
-
-
-def guessed_bincount(
-    guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
-) -> Tensor | None:
-    """Return `torch.bincount(tensor, weights, minlength)` as a meta tensor of `minlength` bins;
-    None if that is 0. The length is a guess, counted in `guesses`: it assumes that no value of
-    `tensor` reaches `minlength`."""
-    if not minlength:
-        return None
-    guesses.note(f"{minlength} as the length of a bincount")
-    dtype = torch.int64 if weights is None else weights.dtype
-    dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
-    return torch.empty(minlength, dtype=dtype, device="meta")
-
-
 MAX_CHOICES = 1024  # largest number of guessed choices; tokens of a vocabulary stay unknown
-_IN_ORDER = operators("sort sort.stable")
-_CHOICES = frozenset(
-    map(id, _IN_ORDER | operators("max.dim min.dim argmax argmin topk multinomial"))
-)
-_BY_SIZE = frozenset(map(id, COMPARISONS | _ABOVE | _BELOW))
+_SORTS = operators("sort sort.stable")
+_CHOICES = frozenset(map(id, _SORTS | operators("max.dim min.dim argmax argmin topk multinomial")))
+_SIZE_COMPARISONS = frozenset(map(id, COMPARISONS | _ABOVE | _BELOW))
 """Ids of `<`, `<=`, `>` and `>=`. An id is looked up for each operator, and is faster to hash."""
 
 EVENLY = (
@@ -195,7 +155,7 @@ EVENLY = (
 _OPPOSITES = operators("bitwise_not logical_not")
 MAX_COMPARED = 1 << 20  # elements of the largest stored comparison; larger selections are full
 _SUMS = operators("sum sum.dim_IntList count_nonzero")
-_TO_NUMBERS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
+_COUNT_TESTS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
 
 
 class _Selections:
@@ -220,12 +180,12 @@ class _Selections:
         elif func in _SUMS:
             self._counts.add(storage_key(out))
         elif (func is aten.any.default and storage_key(source) in self._masks) or (
-            func in _TO_NUMBERS and storage_key(source) in self._counts
+            func in _COUNT_TESTS and storage_key(source) in self._counts
         ):
             self._answers.add(storage_key(out))
 
-    def follows(self, tensor: Tensor) -> bool:
-        """Return True at the first call for a `tensor` that is `any()` or `count > 0` of a mask."""
+    def pop_answer(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is `any()` or `count > 0` of a mask, and drop its record."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
@@ -272,7 +232,7 @@ class GuessedValues:
         if value is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
             return None
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
-            if not self._selections.follows(tensor):
+            if not self._selections.pop_answer(tensor):
                 return None
             self.guesses.note(f"{value.item()} from a mask that has selected")
             return self.guesses.branch(bool(value.item()))
@@ -321,7 +281,7 @@ class GuessedValues:
                 self._choose(func, args, kwargs, choices)
             # `bool()` too: numbers differ from 0, as positions of beams do
         elif (
-            id(func) in _BY_SIZE
+            id(func) in _SIZE_COMPARISONS
             or (func is aten._to_copy.default and kwargs.get("dtype") is torch.bool)
         ) and not all(map(layer.is_known, tensors_in(args))):
             if 1 < out.numel() <= MAX_COMPARED:
@@ -338,6 +298,41 @@ class GuessedValues:
             layer.follow(func, args, kwargs, out)
             self._selections.follow(func, source, out)
 
+    def guess_booleans(self, func: Any, args: Args, out: Tensor) -> None:
+        """Guess the booleans `out`, the result of `func(*args)`, and store them as known values. Do
+        nothing if `out` is known already, or has more than `MAX_MASK` elements. The guess is:
+
+            check (`PASSING_CHECKS`)     True, also if a guess of `out` is stored already
+            selection, such as `gather`  value of the source's elements if all are equal, else none
+            other operator               result of `guessed_comparison`, which may be no guess
+        """
+        values = self._known
+        guess: bool | None = None
+        if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
+            guess = True
+        elif values.is_known(out) or out.numel() > MAX_MASK:
+            return
+        elif func in _SELECTIONS:
+            source = values.value_of(args[0])
+            if source is not None and source.numel():
+                first_value = bool(source.flatten()[0])
+                guess = first_value if bool((source == first_value).all()) else None
+        else:
+            guess = guessed_comparison(func, args)
+        if guess is not None:
+            values.adopt_guess(out, torch.full(out.shape, guess, device=CPU))
+
+    def bincount(self, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+        """Return `torch.bincount(tensor, weights, minlength)` as a meta tensor of `minlength` bins;
+        None if that is 0. This counts as a guess that no value of `tensor` reaches `minlength`."""
+        if not minlength:
+            return None
+        self.guesses.note(f"{minlength} as the length of a bincount")
+        dtype = torch.int64
+        if weights is not None:
+            dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+        return torch.empty(minlength, dtype=dtype, device=META)
+
     def _choose(self, func: Any, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         """Store evenly spread indices as the guess of `out`, the choices that `func` makes."""
         source = args[0]
@@ -346,7 +341,7 @@ class GuessedValues:
         if dim is None or not source.dim() or not self._layer.may_hold(out):
             return
         num_choices, is_kept = source.size(dim), out.dim() == source.dim()
-        if func in _IN_ORDER:
+        if func in _SORTS:
             numbers = torch.arange(num_choices, device=CPU).expand(source.movedim(dim, -1).shape)
         elif num_choices > MAX_CHOICES and (func is not aten.topk.default or source.dim() < 3):
             return  # a token of each sequence; rows of boxes choose among anchors

@@ -5,7 +5,7 @@ until it is known whether they held the peak.
 """
 
 from array import array
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from memest.estimator.allocator.caching import CachingAllocator
@@ -32,8 +32,7 @@ class EventLog:
     events: "array[int]" = field(default_factory=lambda: array("q"))
     """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
     `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`; smaller ones are
-    events of the driver.
-    """
+    events of the driver."""
 
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before, name)
     open: "array[int]" = field(default_factory=lambda: array("q"))
@@ -90,14 +89,15 @@ class History:
         self._allocator = allocator
         self._storages = storages
         self.phase = ""  # phase of the last allocated storage
+        # most allocated bytes since the last `_close`, position in `log.open` and storage then
         self._top = self._top_at = self._top_id = 0
         self._top_reserved = 0
         self._step_top = self._step_top_reserved = 0
-        self._peak_at = -1
-        self._alive: set[int] = set()
+        self._peak_at = -1  # position in `log.open` of a peak that `fold` has not found yet
+        self._alive: set[int] = set()  # ids of the live storages at `log.start`
         self._at_peak: list[int] = []
-        self._held: list[Held] | None = []
-        self._first_reused = 0
+        self._held: list[Held] | None = []  # contents of the peak; None: not summed yet
+        self._first_reused = 0  # smaller ids are in the stored events, so they are not reused
 
     def allocated(self, index: int, site: Site) -> None:
         """Record the log's last event: an allocation of the storage with id `index`, at `site`."""
@@ -117,8 +117,8 @@ class History:
         """Raise the peaks of phase, step and run to the highest memory since the last call."""
         top, reserved = self._top, self._top_reserved
         if self.phase:
-            peaks = self.phases.get(self.phase, (0, 0))
-            self.phases[self.phase] = max(peaks[0], top), max(peaks[1], reserved)
+            old_top, old_reserved = self.phases.get(self.phase, (0, 0))
+            self.phases[self.phase] = max(old_top, top), max(old_reserved, reserved)
         self._step_top = max(self._step_top, top)
         self._step_top_reserved = max(self._step_top_reserved, reserved)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
@@ -155,7 +155,7 @@ class History:
         self.log.open.append(EMPTIED)
 
     @property
-    def is_due(self) -> bool:
+    def is_fold_due(self) -> bool:
         """True if `fold` should be called, as enough events have been logged."""
         return len(self.log.open) - self.log.start > WINDOW
 
@@ -166,14 +166,14 @@ class History:
         log, alive = self.log, self._alive
         position, events = log.start, log.open
         if self._peak_at >= 0:
-            self._live_through(events[position : self._peak_at])
+            self._follow_alive(events[position : self._peak_at])
             position = max(position, self._peak_at)
-            self._at_peak, self._held, self._peak_at = list(alive), None, -1
-            if log.is_full:
-                self._held = self._sum()
-        self._live_through(events[position:])
+            self._at_peak, self._peak_at = list(alive), -1
+            # the ids are reused once the log is full
+            self._held = self._sum_by_origin() if log.is_full else None
+        self._follow_alive(events[position:])
         if log.is_full:
-            self._reuse()
+            self._forget_freed()
             log.num_dropped += len(events)
             del events[:]
         elif len(events) > MAX_EVENTS:
@@ -182,7 +182,7 @@ class History:
         log.start = len(log.open)
         self._top_at = len(log.open)
 
-    def _live_through(self, events: "array[int]") -> None:
+    def _follow_alive(self, events: "array[int]") -> None:
         """Update the ids of live storages by `events`. An event `index` is an allocation of the
         storage with this id, and `free_of(index)` is its free. A storage that a collective used
         (`stashed`) is freed by `return_of(index)` instead."""
@@ -195,7 +195,7 @@ class History:
             elif free_of(event) not in stashed:
                 alive.discard(free_of(event))
 
-    def _reuse(self) -> None:
+    def _forget_freed(self) -> None:
         """Let new storages use the ids of freed storages. The frees are read from `log.open`, which
         has the events since the last `fold` once the log is full."""
         storages, first_index, alive = self._storages, self._first_reused, self._alive
@@ -214,14 +214,15 @@ class History:
         """Return the storages that are live at the peak, summed by kind and origin."""
         self.fold()
         if self._held is None:
-            self._held = self._sum()
+            self._held = self._sum_by_origin()
         return self._held
 
-    def _sum(self) -> list[Held]:
+    def _sum_by_origin(self) -> list[Held]:
         storages = self._storages
-        sums: dict[tuple[MemKind, Site], list[int]] = defaultdict(lambda: [0, 0])
+        num_bytes: Counter[tuple[MemKind, Site]] = Counter()
+        counts: Counter[tuple[MemKind, Site]] = Counter()
         for index in self._at_peak:
-            pair = sums[storages.kinds[index], storages.sites[index]]
-            pair[0] += storages.num_bytes[index]
-            pair[1] += 1
-        return [Held(kind, site, size, count) for (kind, site), (size, count) in sums.items()]
+            origin = storages.kinds[index], storages.sites[index]
+            num_bytes[origin] += storages.num_bytes[index]
+            counts[origin] += 1
+        return [Held(*origin, num_bytes[origin], count) for origin, count in counts.items()]

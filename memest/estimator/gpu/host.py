@@ -28,6 +28,7 @@ from memest.estimator.tensors.placement import CPU, META, Place, is_meta, operat
 aten = torch.ops.aten
 
 MANY_DRAWS = 1 << 26  # above this, skipping ahead (0.1 s) is faster than drawing (2 to 3 ns each)
+CHUNK = 1 << 20  # numbers that are drawn at a time
 BLOCK = 16  # block size of normal numbers (`normal_fill`)
 _UNIFORM = operators("uniform_ rand rand.generator rand_like")
 _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float")
@@ -35,11 +36,12 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 def num_draws(func: Any, tensor: Tensor) -> int:
     """Return how many 32-bit random words `func` draws to fill `tensor`; 0 if it is not random."""
+    if func not in _UNIFORM and func not in _NORMAL:
+        return 0
     count = tensor.numel()
-    if func in _NORMAL and count % BLOCK:
+    if func in _NORMAL and count % BLOCK:  # the last block is drawn again, whole
         count += BLOCK
-    is_drawn = func in _UNIFORM or func in _NORMAL
-    return count * (2 if tensor.dtype is torch.float64 else 1) * is_drawn
+    return 2 * count if tensor.dtype is torch.float64 else count
 
 
 class HostRng:
@@ -60,22 +62,22 @@ class HostRng:
         elif generator is None or generator is torch.default_generator:
             self.num_waiting += num_draws(func, tensor)
         else:
-            self._draw(num_draws(func, tensor), generator)
+            self._skip_now(num_draws(func, tensor), generator)
 
     def settle(self) -> None:
         """Advance the default generator by the numbers to skip. Call it before the next draw."""
         count, self.num_waiting = self.num_waiting, 0
         if count:
-            self._draw(count, None)
+            self._skip_now(count, None)
 
-    def _draw(self, count: int, generator: torch.Generator | None) -> None:
+    def _skip_now(self, count: int, generator: torch.Generator | None) -> None:
         with _disable_current_modes():
             if count > MANY_DRAWS:
                 skip_mt19937(generator or torch.default_generator, count)
                 return
-            scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8, device=CPU)
+            buffer = torch.empty(min(count, CHUNK), dtype=torch.uint8, device=CPU)
             while count:
-                chunk = scratch[:count]
+                chunk = buffer[:count]
                 chunk.random_(generator=generator)
                 count -= len(chunk)
 
@@ -83,7 +85,7 @@ class HostRng:
         """Wrap torch's functions that read or set the state of the default generator. The wrappers
         create no Python container, which would change when Python collects garbage."""
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
-        seed_by, seed = torch.manual_seed, torch.seed
+        set_seed, set_random_seed = torch.manual_seed, torch.seed
 
         def get_rng_state() -> Tensor:
             self.settle()
@@ -95,11 +97,11 @@ class HostRng:
 
         def manual_seed(seed: int) -> torch.Generator:
             self.num_waiting = 0
-            return seed_by(seed)
+            return set_seed(seed)
 
         def seed_randomly() -> int:
             self.num_waiting = 0
-            return seed()
+            return set_random_seed()
 
         functions = {
             "get_rng_state": get_rng_state, "set_rng_state": set_rng_state,
@@ -113,8 +115,7 @@ MAX_REAL_BYTES = 1 << 28  # largest real result: MNIST's images in float32 take 
 MAX_NOISE_BYTES = 1 << 25
 """Largest tensor of the host with real random numbers, bytes: it takes 100 ms. Masks are made of
 smaller ones (a batch of 2048 sequences of 4096 tokens is at the bound), random images of larger
-ones.
-"""
+ones."""
 
 REAL_BYTES = 1 << 30  # all counted real tensors at a time; a run stays below 2.5 GiB
 _FACTORIES = operators(
@@ -170,13 +171,13 @@ class HostTensors:
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-        def died(reference: Any) -> None:
+        def on_free(reference: Any) -> None:
             if placement.host_storages.pop(key, None) is not None:
                 self.num_bytes -= num_bytes
             self._references.pop(key, None)
             self._values.forget(key)
 
-        self._references[key] = weakref.ref(storage, died)
+        self._references[key] = weakref.ref(storage, on_free)
 
     def held(self) -> Iterator[tuple[int, bool]]:
         """Yield (bytes, True if it is pinned) of each large storage on the host."""
@@ -239,10 +240,11 @@ class HostTensors:
                 return func(_as_meta(args[0]), list(self._positions(args[1])))
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
-            if func is aten.masked_select.default and not is_meta(args[1]):
-                source = _as_meta(args[0])
-                mask = args[1].expand_as(source) if args[0].dim() else args[1]
-                return source.new_empty(int(mask.sum()))
+            if func is aten.masked_select.default and not is_meta(args[1]):  # the mask has data
+                source, mask = args
+                if source.dim():
+                    mask = mask.expand_as(source)
+                return _as_meta(source).new_empty(int(mask.sum()))
             op = op_of(func)
             result = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if result is None and op.result:
@@ -319,10 +321,11 @@ class HostTensors:
             return None
         if not isinstance(result, Tensor) or not result.is_floating_point() or _is_sparse(result):
             return None
-        num_bytes, limit = result.nbytes, MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
-        can_be_real = num_bytes <= min(limit, REAL_BYTES - self._real_bytes)
+        num_bytes = result.nbytes
         if num_bytes < VIRTUAL_HOST_BYTES:
             return None
+        limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
+        can_be_real = num_bytes <= min(limit, REAL_BYTES - self._real_bytes)
         if can_be_real and not any(map(_is_dummy, tensors_in(args))):
             return None
         self.put(result)
@@ -338,12 +341,12 @@ class HostTensors:
         if num_bytes < VIRTUAL_HOST_BYTES or key in self._real:
             return
 
-        def died(reference: Any) -> None:
+        def on_free(reference: Any) -> None:
             if self._real.pop(key, None) is not None:
                 self._real_bytes -= num_bytes
 
         self._real_bytes += num_bytes
-        self._real[key] = weakref.ref(storage, died)
+        self._real[key] = weakref.ref(storage, on_free)
 
 
 def _is_sparse(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ class ImportHooks(MetaPathFinder):
         self._note = note
         self._actions: dict[str, list[Action]] = {}
         self._contexts: dict[str, Callable[[], Any]] = {}
-        self._looking: set[str] = set()
+        self._being_searched: set[str] = set()
 
     def after(self, name: str, action: Action) -> None:
         """Call `action` with the module `name` once it is imported, or now if it already is."""
@@ -67,13 +67,13 @@ class ImportHooks(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Return a spec whose loader runs the actions of module `fullname`; None if it has none."""
-        if fullname not in self._actions or fullname in self._looking:
+        if fullname not in self._actions or fullname in self._being_searched:
             return None
-        self._looking.add(fullname)
+        self._being_searched.add(fullname)
         try:
             spec = find_spec(fullname)
         finally:
-            self._looking.discard(fullname)
+            self._being_searched.discard(fullname)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -90,6 +90,7 @@ class ImportHooks(MetaPathFinder):
 
 _Names = list[tuple[ModuleType, str, int]]  # module, name in it, position of its object
 _found: dict[tuple[int, ...], tuple[Sequence[Any], _Names]] = {}
+"""Results of `names_of` by ids of the originals, which are stored so that no id is used again."""
 
 
 def names_of(originals: Sequence[Any]) -> _Names:
@@ -98,7 +99,8 @@ def names_of(originals: Sequence[Any]) -> _Names:
     positions = {id(original): index for index, original in enumerate(originals)}
     key = *positions, len(sys.modules)
     if key in _found:
-        return _found[key][1]
+        _, bindings = _found[key]
+        return bindings
     bindings = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})

@@ -21,8 +21,11 @@ from memest.estimator.tensors.storages import NEW_HANDLE, Coverage, Site
 
 aten = torch.ops.aten
 
-
 _empty_strided = torch.empty_strided  # not the virtual GPU's, which looks for `device="cuda"`
+
+
+def _empty_meta(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return _empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -35,8 +38,7 @@ class Recipe:
     is_tuple: bool  # True if the call returns a tuple or list
     events: tuple[tuple[int | None, int | None], ...]
     """(bytes, position of the output; None for a temporary, `OLDEST` or `TRIED`) in order. Bytes of
-    None mean the output's own size, negative bytes a free.
-    """
+    None mean the output's own size, negative bytes a free."""
 
     is_partial: bool  # True if something about the kernel is not modelled
     has_empty: bool  # an output takes no memory: it is empty, or only the meta kernel returns it
@@ -44,10 +46,7 @@ class Recipe:
 
     def make_outputs(self) -> Any:
         """Return new meta tensors like the outputs of the call: a tuple, or one tensor."""
-        outputs = [
-            spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
-            for spec in self.specs
-        ]
+        outputs = [None if spec is None else _empty_meta(*spec) for spec in self.specs]
         return tuple(outputs) if self.is_tuple else outputs[0]
 
 
@@ -81,7 +80,7 @@ class KernelCalls:
         if id(op.func) not in self._repeatable:
             return None
         try:
-            return _key(op, args, kwargs)
+            return _cache_key(op, args, kwargs)
         except RuntimeError:  # a sparse tensor has no strides
             return None
 
@@ -94,9 +93,10 @@ class KernelCalls:
         recipe = recipe_of(self._gpu, op, args, kwargs, out, numbers)
         if _can_repeat(op, args, out):
             self._repeatable.add(id(op.func))
-            self.recipes[key or _key(op, args, kwargs)] = recipe
+            self.recipes[key or _cache_key(op, args, kwargs)] = recipe
         if len(self.recipes) > num_recipes:
-            self._memory.pace.made(max(0, gc.get_count()[0] - num_objects))
+            # negative if Python has collected garbage meanwhile
+            self._memory.pace.add_objects(max(0, gc.get_count()[0] - num_objects))
         return recipe
 
     def request(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
@@ -123,7 +123,7 @@ class KernelCalls:
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
-        events = self._with_search(recipe) if op.is_convolution else recipe.events
+        events = self._events_without_tries(recipe) if op.is_convolution else recipe.events
         for num_bytes, position in events:
             if position is None or position == OLDEST:
                 assert num_bytes is not None
@@ -140,19 +140,20 @@ class KernelCalls:
                 site = site or self._site_of(op.func)
                 memory.allocate(tensor, site, memory.kind, num_bytes)
         if op.takes_handle:
-            in_backward = torch._C._current_autograd_node() is not None
-            handle = "backward" if in_backward else "main", self._timeline.stream
+            # a thread has its own handle, a handle a workspace per stream (CublasHandlePool.cpp)
+            thread = "main" if torch._C._current_autograd_node() is None else "backward"
+            handle = thread, self._timeline.stream
             kept_sizes, passing_sizes = self._cublas.bytes_for(op.func, args, kwargs, handle)
             for num_bytes in passing_sizes:
                 temporary.append(memory.allocate_workspace(num_bytes, self._site_of(op.func)))
-            if (kept_sizes or passing_sizes) and handle[0] not in self._threads_with_handle:
-                self._threads_with_handle.add(handle[0])
+            if (kept_sizes or passing_sizes) and thread not in self._threads_with_handle:
+                self._threads_with_handle.add(thread)
                 memory.use_driver(NEW_HANDLE)
             for num_bytes in kept_sizes:
                 index = memory.allocate_workspace(num_bytes, self._site_of(op.func))
                 self._cublas_ids.append(index)
 
-    def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
+    def _events_without_tries(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
         """Yield the events of `recipe` that the caller has to apply. Workspaces that cuDNN tries
         (`TRIED`) are not among the yielded events. At the recipe's first call, this method itself
         allocates and frees the tried workspaces, as `cudnn.benchmark` does. Later it skips them.
@@ -187,9 +188,11 @@ class KernelCalls:
         self._cublas = CublasWorkspaces(self._gpu.capability)
 
 
-def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...]) -> Recipe:
+def recipe_of(
+    gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, numbers: tuple[int, ...]
+) -> Recipe:
     """Return the recipe of the call `op(*args, **kwargs)` on `gpu` with result `out`, meta tensors.
-    If allocations depend on values of tensors, `more` has numbers from these (`Op.from_values`)."""
+    If allocations depend on values of tensors, `numbers` are from these (`Op.from_values`)."""
     is_tuple = isinstance(out, list | tuple)
     results = results_of(out)
     specs = tuple(
@@ -199,7 +202,7 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
             if t is None or is_on_gpu(t)
         ]
     )
-    requests = op.requests(op.call(args, kwargs, out, gpu, more)) if op.requests else None
+    requests = op.requests(op.call(args, kwargs, out, gpu, numbers)) if op.requests else None
     is_partial = not op.is_modelled(args, kwargs, gpu)
     events: list[tuple[int | None, int | None]]
     if requests is None or isinstance(requests, Scratch):
@@ -253,7 +256,7 @@ def is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
-def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _cache_key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the cache key of a call: operator, default dtype, autocast, shapes and options. Float
     arguments of a plain in-place operator are left out, since they differ in each step."""
     state = torch.get_default_dtype(), INSIDE.autocast_block

@@ -30,63 +30,61 @@ from memest.estimator.tensors.storages import (
     return_of,
 )
 
-# Garbage collections at a real run's moments.
-#
-# A module that is built and replaced is often part of a cycle. Its GPU memory is held until Python
-# collects cycles: when 700 more containers were made than dropped (`gc.get_threshold`). The mode
-# makes containers that a real run does not make, so the threshold moves by their number. Code that
-# runs for every operator leaves no cycles, and makes tuples of a known length, `tuple([...])`.
-# (Python counts a tuple from an iterator as made and not as dropped.)
-#
-# Left out: tensors that a real run holds in C++ alone, such as gradients, have Python objects here.
-
-PER_STORAGE = 4  # containers per live storage: two of torch, the weak reference, the block
+OBJECTS_PER_STORAGE = 4  # containers per live storage: two of torch, the weak reference, the block
 
 
 class GarbagePace:
     """Correction of the threshold of Python's `gc` for the container objects that memest creates.
-    The threshold is raised by their number, so that collections run when they do in a real run."""
+    The threshold is raised by their number, so that collections run when they do in a real run.
+
+    A module that is built and replaced is often part of a cycle. Its GPU memory is held until
+    Python collects cycles: when 700 more containers were made than dropped (`gc.get_threshold`).
+    Code that runs for every operator leaves no cycles, and makes tuples of a known length. Python
+    counts a tuple from an iterator as made and not as dropped. Tensors that a real run holds in C++
+    alone, such as gradients, have Python objects here; these still count.
+    """
 
     def __init__(self) -> None:
-        self._own = self._moved = 0
-        self._threshold = (0, 0, 0)
+        self._num_objects = 0  # objects that memest made since the last collection
+        self._script_threshold = (0, 0, 0)
+        self._raised = 0  # first number of the threshold that memest has set last
         self._is_active = False
 
     def start(self) -> None:
         """Begin the correction: store the script's own threshold, and watch for collections."""
-        self._own, self._is_active = 0, True
-        self._threshold = gc.get_threshold()
-        self._moved = self._threshold[0]
-        gc.callbacks.append(self._collected)
+        self._num_objects, self._is_active = 0, True
+        self._script_threshold = gc.get_threshold()
+        self._raised = self._script_threshold[0]
+        gc.callbacks.append(self._on_collection)
 
-    def made(self, num_objects: int) -> None:
+    def add_objects(self, num_objects: int) -> None:
         """Raise the threshold by `num_objects`, the number of objects that memest made. A negative
         number lowers the threshold, by the objects that memest freed."""
         if not self._is_active or not gc.isenabled():
-            self._own += num_objects
+            self._num_objects += num_objects
             return
         threshold = gc.get_threshold()
-        if threshold[0] != self._moved:  # the script has set its own threshold
-            self._threshold, self._own = threshold, 0
-        self._own += num_objects
-        if self._threshold[0]:
-            self._moved = max(1, self._threshold[0] + self._own)
-            gc.set_threshold(self._moved, *self._threshold[1:])
+        if threshold[0] != self._raised:  # the script has set its own threshold
+            self._script_threshold, self._num_objects = threshold, 0
+        self._num_objects += num_objects
+        if self._script_threshold[0]:  # with 0, Python collects nothing
+            self._raised = max(1, self._script_threshold[0] + self._num_objects)
+            gc.set_threshold(self._raised, *self._script_threshold[1:])
 
     def stop(self) -> None:
         """End the correction: restore the script's own threshold, if memest's is still set."""
         self._is_active = False
-        if self._collected in gc.callbacks:  # the script may have cleared them
-            gc.callbacks.remove(self._collected)
-        if gc.get_threshold()[0] == self._moved:
-            gc.set_threshold(*self._threshold)
+        if self._on_collection in gc.callbacks:  # the script may have cleared them
+            gc.callbacks.remove(self._on_collection)
+        if gc.get_threshold()[0] == self._raised:
+            gc.set_threshold(*self._script_threshold)
 
-    def _collected(self, phase: str, info: dict[str, Any]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "stop":
-            if gc.get_threshold()[0] == self._moved:
-                self._moved = self._threshold[0]
-                gc.set_threshold(*self._threshold)
-            self._own = 0
+            if gc.get_threshold()[0] == self._raised:
+                self._raised = self._script_threshold[0]
+                gc.set_threshold(*self._script_threshold)
+            self._num_objects = 0
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
@@ -127,10 +125,10 @@ class Memory:
         self._timeline = timeline
         self._references: dict[int, _Reference] = {}
         self._on_free = self._storage_freed
-        self._freed: list[int] = []
-        self._uses: dict[int, set[int]] = {}
-        self._pending: list[tuple[float, int]] = []
-        self._stashed: dict[int, float] = {}
+        self._freed: list[int] = []  # ids of storages that the next `settle` frees
+        self._uses: dict[int, set[int]] = {}  # streams by id, as `record_stream` records them
+        self._pending: list[tuple[float, int]] = []  # heap of (end of the last use, id)
+        self._stashed: dict[int, float] = {}  # end of the collective by id
 
     # --- requests
 
@@ -150,7 +148,7 @@ class Memory:
         index = self.storages.add(size, site, kind)
         self._hold(storage, index)
         self._request(index)
-        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - num_storages))
+        self.pace.add_objects(OBJECTS_PER_STORAGE * (len(self.storages.num_bytes) - num_storages))
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
         """Record that `storage` has id `index`; when Python frees it, free its GPU memory too."""
@@ -198,7 +196,10 @@ class Memory:
         `raw_blocks`, by address. Reports name `site` as the origin of all blocks."""
         for index in self.blocks_of(pool):
             reference = self._references.get(index)
-            self.detach(reference.key) if reference is not None else self.free(index)
+            if reference is None:
+                self.free(index)
+            else:
+                self.detach(reference.key)
         self.settle()
         for address, num_bytes in live.items():
             index = self.raw_blocks[address] = self.storages.add(num_bytes, site, self.kind)
@@ -207,7 +208,8 @@ class Memory:
             self.storages.streams[index] = pool
             self.history.allocated(index, site)
         for key in owners:
-            index, old_index = self.raw_blocks.pop(self.address_of(key)), self.live[key]
+            index = self.raw_blocks.pop(self.address_of(key))
+            old_index = self.live[key]
             storage = self._references.pop(old_index)()
             self._release(old_index)
             if storage is not None:
@@ -261,7 +263,7 @@ class Memory:
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
             return False
-        num_ooms = self.num_ooms
+        old_num_ooms = self.num_ooms  # a refused try is no error of the script
         while num_bytes:
             try:
                 index = self.allocate_workspace(num_bytes, site)
@@ -270,7 +272,7 @@ class Memory:
                 break
             except torch.OutOfMemoryError:
                 num_bytes //= 2
-        self.num_ooms = num_ooms
+        self.num_ooms = old_num_ooms
         self.settle()
         self.allocator.empty_cache()
         self.history.emptied()
@@ -311,9 +313,10 @@ class Memory:
         Do nothing unless `logs_driver`."""
         if self.logs_driver:
             self.settle()
-            addresses = self.allocator.addresses
-            is_first = event == FIRST_KERNEL
-            addresses.load_first_kernel() if is_first else addresses.create_cublas_handle()
+            if event == FIRST_KERNEL:
+                self.allocator.addresses.load_first_kernel()
+            else:
+                self.allocator.addresses.create_cublas_handle()
             self.log.open.append(event)
 
     # --- frees
@@ -331,7 +334,7 @@ class Memory:
             del self.live[key]
             self.overwritten.pop(key, None)
             self.on_free(key)
-        self.pace.made(-PER_STORAGE)
+        self.pace.add_objects(-OBJECTS_PER_STORAGE)
 
     def _release(self, index: int) -> None:
         """Free storage `index`. Its block returns later if a stream or collective still uses it."""
@@ -351,16 +354,22 @@ class Memory:
     def _return_blocks(self) -> None:
         """Return to their pools the deferred blocks whose streams are done (`process_events`)."""
         timeline, pending = self._timeline, self._pending
-        while pending and pending[0][0] <= timeline.at_pace(timeline.host_time):
-            self._return(heappop(pending)[1])
+        while pending:
+            end_time, index = pending[0]  # the earliest
+            if end_time > timeline.at_pace(timeline.host_time):
+                return
+            heappop(pending)
+            self._return(index)
 
     def _return(self, index: int) -> None:
         """Return the block of storage `index` to its pool, after its last use by a stream."""
         self.settle()
         block = self.blocks.pop(index, None)
         if block is not None:
-            is_stashed = index in self.storages.stashed
-            (self.allocator.free if is_stashed else self.allocator.complete)(block)
+            if index in self.storages.stashed:  # the allocator does not defer these
+                self.allocator.free(block)
+            else:
+                self.allocator.complete(block)
         self.log.open.append(return_of(index))
 
     def settle(self) -> None:
@@ -371,7 +380,7 @@ class Memory:
 
     def _settle(self) -> None:
         freed = self._freed
-        position = 0
+        position = 0  # no iterator: garbage collection can append to `freed` at any time
         log, blocks, storages = self.log.open, self.blocks, self.storages
         while position < len(freed):
             index = freed[position]
@@ -388,7 +397,7 @@ class Memory:
             if block is not None:
                 self.allocator.free(block)
         del freed[:position]
-        if self.history.is_due:
+        if self.history.is_fold_due:
             self.on_fold()
             self.history.fold()
 

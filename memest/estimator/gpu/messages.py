@@ -83,10 +83,10 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes <= 1024:
-        return f"{num_bytes} bytes"
-    power = 1 + (num_bytes > 1024**2) + (num_bytes > 1024**3)
-    return f"{num_bytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
+    for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes > unit_bytes:
+            return f"{num_bytes / unit_bytes:.2f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor], bool]) -> str:

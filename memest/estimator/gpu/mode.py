@@ -18,14 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.gpu.attribution import Attribution
-from memest.estimator.gpu.guesses import (
-    PASSING_CHECKS,
-    GuessedValues,
-    Guesses,
-    guess_booleans,
-    guessed_bincount,
-    is_check,
-)
+from memest.estimator.gpu.guesses import PASSING_CHECKS, GuessedValues, Guesses, is_check
 from memest.estimator.gpu.host import HostTensors, without_tensors
 from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
 from memest.estimator.gpu.memory import Memory
@@ -36,50 +29,22 @@ from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.work import VIEW, WorkLog
-from memest.estimator.ops import collectives, strides
+from memest.estimator.ops import collectives, copies, strides
 from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
-from memest.estimator.ops.copies import (
-    as_dtype_layout,
-    copy_to_host,
-    is_set_to,
-    to_gpu_bytes,
-    to_host_bytes,
-    with_number,
-)
 from memest.estimator.ops.in_place import owners_of_a_sole_gradient
 from memest.estimator.ops.random import CudaRng
 from memest.estimator.ops.registry import Args, Kwargs, Op, load_families, op_of
 from memest.estimator.ops.sparse import SparseTensors
-from memest.estimator.tensors.known_values import (
-    KnownValues,
-    ValueUnknown,
-    compared_with_infinity,
-    known_without_values,
-    materialise,
-)
+from memest.estimator.tensors import known_values, placement
 from memest.estimator.tensors.lines import ScriptLines
-from memest.estimator.tensors.placement import (
-    CPU,
-    INSIDE,
-    META,
-    Place,
-    dense,
-    host_storages,
-    is_meta,
-    is_on_real_gpu,
-    local_foreach,
-    operators,
-    sample_tensors,
-    storage_key,
-    tensors_in,
-)
+from memest.estimator.tensors.placement import CPU, META, Place, is_meta, tensors_in
 from memest.estimator.tensors.storages import FIRST_KERNEL, MemKind, Site
 
 aten = torch.ops.aten
 
 MAX_STATE_NUMEL = 1 << 12  # most elements whose values an optimizer step computes
 MAX_QUICK_NUMEL = 1 << 10  # most elements of tensors of the host that take no time to measure
-_COPIES = operators("copy_ _to_copy clone")
+_COPIES = placement.operators("copy_ _to_copy clone")
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 
@@ -117,7 +82,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = Timeline(gpu, self.work)
         self.memory = Memory(gpu, allocator, self.timeline)
         self.attribution = Attribution(self.memory, lines)
-        self.values = KnownValues()
+        self.values = known_values.KnownValues()
         self.guessed = GuessedValues(self.values, guesses)
         self.host = HostTensors(self.memory.live, self.values, self.guessed, self.attribution)
         self.kernels = KernelCalls(
@@ -134,7 +99,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.on_fold = self.attribution.label_models
         self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)
-        self._last_recipe: Recipe | None = None
+        self._last_recipe: Recipe | None = None  # of the last `call`, if it launched a kernel
         self._has_kernels = False  # flag: a kernel was already launched
 
     @classmethod
@@ -166,16 +131,16 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if self._has_own_dispatch(kind):
                 self.work.dispatch(args)
-                return local_foreach(self, func, args, kwargs)
+                return placement.local_foreach(self, func, args, kwargs)
         if func is aten.to.device:  # inference mode passes composite operators on
-            func, args, kwargs = as_dtype_layout(args, kwargs)
-        INSIDE.depth += 1
+            func, args, kwargs = copies.as_dtype_layout(args, kwargs)
+        placement.INSIDE.depth += 1
         try:
             if self.sparse.concerns(func, args, kwargs):
                 return self.sparse.run(func, args, kwargs)
             return self._dispatch(func, args, kwargs)
         finally:
-            INSIDE.depth -= 1
+            placement.INSIDE.depth -= 1
 
     def _dispatch(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator where its tensors are: on the GPU, on the host, or between the two."""
@@ -188,40 +153,40 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self._decomposes_under(func)
         if op.is_view and not key:
             return self._view(func, args, kwargs)
-        on_gpu, on_host, is_real, no_place = self._places(func, args, kwargs)
+        on_gpu, on_host, has_data, is_placeless = self._places(func, args, kwargs)
         target: str = getattr(kwargs.get("device"), "type", "")
         if key and (on_gpu or on_host or target == "cuda"):
             return self._decomposed(key, func, args, kwargs)
         if target == "cuda":
             kwargs = {**kwargs, "device": META}
             if func is aten._to_copy.default and not on_gpu:
-                return self._copy_to_gpu(func, args, kwargs, no_place)
-            return self.run_on_gpu(func, args, kwargs, no_place and not op.makes_alike)
+                return self._copy_to_gpu(func, args, kwargs, is_placeless)
+            return self.run_on_gpu(func, args, kwargs, is_placeless and not op.makes_alike)
         if on_gpu:
             is_to_host = func is aten.copy_.default and self.host.place(args[0]) is not Place.GPU
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
-            if is_real or on_host:
+            if has_data or on_host:
                 if func is aten.copy_.default:
-                    return self._copy_to_gpu(func, args, kwargs, no_place)
+                    return self._copy_to_gpu(func, args, kwargs, is_placeless)
                 self._check_devices(func, args, kwargs)
-                func, args = with_number(func, args)
-            return self.run_on_gpu(func, args, kwargs, no_place)
+                func, args = copies.with_number(func, args)
+            return self.run_on_gpu(func, args, kwargs, is_placeless)
         if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a tensor reports: a formula of autograd, a composite
-            if not INSIDE.composite and torch._C._current_graph_task_id() == -1:
+            if not placement.INSIDE.composite and torch._C._current_graph_task_id() == -1:
                 return _make_on_meta(func, args, kwargs)
             if not on_host:
                 return self.run_on_gpu(func, args, kwargs)
         if on_host:
             run = self._read if op.reads_value else self.host.run_without_data
-            return run(*with_number(func, args), kwargs)
-        if no_place:
+            return run(*copies.with_number(func, args), kwargs)
+        if is_placeless:
             if func is aten.equal.default:  # C++ checks whether a number that it made is true
                 self.guesses.note("False from torch.equal")
                 return False
             return func(*args, **kwargs)
-        tensors = sample_tensors(args, kwargs)
+        tensors = placement.sample_tensors(args, kwargs)
         is_small = tensors and all(tensor.numel() <= MAX_QUICK_NUMEL for tensor in tensors)
         if is_small or op.is_view or func.namespace == "profiler":
             return self.host.run(func, args, kwargs)
@@ -242,27 +207,27 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
         """Return four flags: whether a tensor is on the GPU, on the host without data, on the host
         with data, or without a place. C++ makes tensors without a place inside an operator."""
-        on_gpu = on_host = is_real = no_place = False
+        on_gpu = on_host = has_data = is_placeless = False
         live = self.memory.live
-        for tensor in sample_tensors(args, kwargs):
+        for tensor in placement.sample_tensors(args, kwargs):
             if not is_meta(tensor):
-                if is_on_real_gpu(tensor):
+                if placement.is_on_real_gpu(tensor):
                     raise UnsupportedError(
                         f"`{func}` has a tensor of the real GPU, which was made before",
                         hint="make it on the virtual GPU, or move it to the CPU before",
                     )
-                is_real = True
+                has_data = True
                 continue
-            key = storage_key(tensor)
+            key = placement.storage_key(tensor)
             if key in live:
                 on_gpu = True
                 if key in self.memory.overwritten:  # by a CUDA graph that was replayed since
                     raise RuntimeError(self.memory.overwritten[key])
-            elif key in host_storages:
+            elif key in placement.host_storages:
                 on_host = True
             else:
-                no_place = True
-        return on_gpu, on_host, is_real, no_place
+                is_placeless = True
+        return on_gpu, on_host, has_data, is_placeless
 
     def _view(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run a view operator; the result has the device of its base and no memory of its own."""
@@ -274,7 +239,10 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
         """Raise torch's error if the operator cannot mix tensors of the host and of the GPU."""
         if op_of(func).may_mix_devices:
-            if func is aten.index.Tensor and self.host.place(args[0]) in (Place.REAL, Place.HOST):
+            if func is aten.index.Tensor and self.host.place(args[0]) in (
+                Place.REAL,
+                Place.HOST,
+            ):
                 raise RuntimeError(INDICES_ELSEWHERE)
             return
         if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
@@ -296,20 +264,23 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
-        non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
-        is_parameter = isinstance(source, torch.nn.Parameter)
+        non_blocking = kwargs.get("non_blocking", False)
+        if not is_new and len(args) > 2:
+            _, _, non_blocking = args
         memory = self.memory
         with memory.lock:
-            before, memory.kind = memory.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
+            outer_kind = memory.kind
+            is_parameter = isinstance(source, torch.nn.Parameter)
+            memory.kind = MemKind.PARAMS if is_parameter else MemKind.BATCH
             try:
                 target = self.run_on_gpu(func, args, kwargs, adopts)
             finally:
-                memory.kind = before
+                memory.kind = outer_kind
             del self.work.events[-1:]  # a copy is not a kernel launch
             is_pinned = self.host.is_pinned(source)
             waits = not (non_blocking and is_pinned)
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
-            num_bytes = to_gpu_bytes(target, source, is_blocking=not non_blocking)
+            num_bytes = copies.to_gpu_bytes(target, source, is_blocking=not non_blocking)
             if num_bytes:
                 self.allocate_and_free(func, num_bytes)
             if waits:  # for pageable memory
@@ -328,10 +299,12 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_pinned = func is aten.copy_.default and self.host.is_pinned(args[0])
             self.work.copy("to_host", source.nbytes, is_pinned=is_pinned, waits=True)
             self.timeline.synchronize()
-            site, sizes = self.attribution.site(func), to_host_bytes(func, args, kwargs)
-            for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
+            site = self.attribution.site(func)
+            sizes = copies.to_host_bytes(func, args, kwargs)
+            workspaces = [memory.allocate_workspace(num_bytes, site) for num_bytes in sizes]
+            for index in reversed(workspaces):
                 memory.free(index)
-        return copy_to_host(self, func, args, kwargs)
+        return copies.copy_to_host(self, func, args, kwargs)
 
     def allocate_and_free(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of `func`, one after the other; `sizes` are in bytes."""
@@ -357,7 +330,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _adopt(self, func: Any, args: Args, kwargs: Any) -> None:
         is_copy = func is aten._to_copy.default
-        for tensor in (args[0],) if is_copy else sample_tensors(args, kwargs):
+        tensors = [args[0]] if is_copy else placement.sample_tensors(args, kwargs)
+        for tensor in tensors:
             if is_meta(tensor) and self.host.place(tensor) is Place.META:
                 if is_copy:
                     raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -367,9 +341,10 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _call_on_stream(self, func: Any, args: Args, kwargs: Any) -> Any:
         timeline = self.timeline
-        before, stream = timeline.stream, timeline.stream_of_call(args, func in _SUMS)
+        outer_stream = timeline.stream
+        stream = timeline.stream_of_call(args, func in _SUMS)
         timeline.stream = stream
-        if stream != before:
+        if stream != outer_stream:
             for tensor in tensors_in(args):
                 self.memory.record_stream(tensor, stream)
         try:
@@ -377,7 +352,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not func.is_view:
                 timeline.launch(func, self._last_recipe)
         finally:
-            timeline.stream = before
+            timeline.stream = outer_stream
         return out
 
     def call(self, func: Any, args: Args, kwargs: Any) -> Any:
@@ -385,7 +360,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
         op = op_of(func)
-        if op.in_backward and not kwargs and torch._C._current_graph_task_id() != -1:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if op.in_backward and not kwargs and is_in_backward:
             func, args = op.in_backward(func, args)
             op = op_of(func)
         if op.take_indices:
@@ -414,7 +390,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow_values(op, args, kwargs, out)
         self._last_recipe = recipe
         self.work.launch(func, args, kwargs, out, recipe)
-        if not self._has_kernels and recipe.work != -1 and func not in _COPIES:
+        if not self._has_kernels and recipe.work != -1 and func not in _COPIES:  # -1: no kernel
             self._has_kernels = True
             self.memory.use_driver(FIRST_KERNEL)
         return out
@@ -430,11 +406,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if guess is not None:
                 return guess
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
-            bins = guessed_bincount(self.guesses, *args, **kwargs)
-            if bins is not None:
-                return bins
+            guess = self.guessed.bincount(*args, **kwargs)
+            if guess is not None:
+                return guess
         out = op.result(op.call(args, kwargs)) if op.result else self._on_meta(op, args, kwargs)
-        return dense(out, func, self.attribution.lines.current)
+        return placement.dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of a call with `out=` or of `resize_`; reallocate enlarged tensors."""
@@ -450,15 +426,16 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = op.func
         try:
             out = func(*args, **kwargs)
-            out = op.layout(op.call(args, kwargs, out)) if op.layout else out
+            if op.layout:
+                out = op.layout(op.call(args, kwargs, out))
             return strides.with_pointwise_strides(func, args, out) if op.is_pointwise else out
         except (NotImplementedError, RuntimeError) as error:
             try:
                 values = self.values.compute(func, args, kwargs)
-            except ValueUnknown:
+            except known_values.ValueUnknown:
                 raise self.attribution.failure(func, error) from error
             goes_to_host = torch.device(kwargs.get("device") or "meta").type == "cpu"
-            return values if goes_to_host else materialise(values)
+            return values if goes_to_host else known_values.materialise(values)
 
     # --- values
 
@@ -473,27 +450,33 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         try:
             value = self.values.compute(func, args, kwargs)
-        except ValueUnknown:
-            if func is aten.equal.default:
-                if is_set_to(*args):
-                    return True
-                # outputs of layers differ; tensors that should be equal are tied weights
-                is_alike = args[0].shape == args[1].shape and args[0].grad_fn is args[1].grad_fn
-                self.guesses.note(f"{is_alike} from torch.equal")
-                return is_alike
-            name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
-            if func in PASSING_CHECKS:
-                self.guesses.note(name)
-                return True
-            dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
-            guess = self.guesses.scalar(dtype, name)
-            return self.guesses.branch(guess) if dtype is torch.bool else guess
+        except known_values.ValueUnknown:
+            return self._guess(func, args)
         if self.values.guessed and self.values.is_guessed(args):
-            value = self.guesses.branch(value) if isinstance(value, bool) else value
+            if isinstance(value, bool):
+                value = self.guesses.branch(value)
             self.guesses.note(f"{value!r} from a comparison")
         elif isinstance(value, bool):
-            self.guesses.loops.known()
+            self.guesses.loops.count_round()
         return value
+
+    def _guess(self, func: Any, args: Args) -> Any:
+        """Return a guess of the number that `func`, such as `item`, reads from unknown values."""
+        if func is aten.equal.default:
+            tensor, other = args
+            if copies.is_set_to(tensor, other):
+                return True
+            # outputs of layers differ; tensors that should be equal are tied weights
+            is_alike = tensor.shape == other.shape and tensor.grad_fn is other.grad_fn
+            self.guesses.note(f"{is_alike} from torch.equal")
+            return is_alike
+        name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
+        if func in PASSING_CHECKS:
+            self.guesses.note(name)
+            return True
+        dtype = args[0].dtype if func is aten._local_scalar_dense.default else torch.bool
+        guess = self.guesses.scalar(dtype, name)
+        return self.guesses.branch(guess) if dtype is torch.bool else guess
 
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         """Store the values of `out`, the result of `op`, if they can be computed or guessed."""
@@ -514,11 +497,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.guessed.follow(func, args, kwargs, out)
         values.follow(func, args, kwargs, out)
-        fill_value = known_without_values(func, args)
+        fill_value = known_values.known_without_values(func, args)
         if fill_value is not None and values.value_of(out) is None:
             values.adopt(out, torch.full(out.shape, fill_value, device=CPU))
         if isinstance(out, Tensor) and out.dtype is torch.bool:
-            comparison = compared_with_infinity(func, args, values, out.shape)
+            comparison = known_values.compared_with_infinity(func, args, values, out.shape)
             if comparison is not None:
                 values.adopt(out, comparison)
-            guess_booleans(values, func, args, out)
+            self.guessed.guess_booleans(func, args, out)

@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 
 from memest.estimator.gpu.memory import Memory
-from memest.estimator.gpu.timeline import START, Time, Timeline
+from memest.estimator.gpu.timeline import Time, Timeline
 from memest.estimator.gpu.worlds import Rank
-from memest.estimator.hardware.gpus import (
-    COMMUNICATOR_OF_ONE_BYTES,
-    MESSAGES_BYTES,
-    NCCL_KERNELS_BYTES,
-    RECEIVING_BYTES,
-    SENDING_BYTES,
-    SUBGROUP_BYTES,
-    SUBGROUP_OF_ONE_BYTES,
-    WITHOUT_COLLECTIVES_BYTES,
-)
+from memest.estimator.hardware import gpus
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import storage_key, tensors_in
 
@@ -52,7 +43,6 @@ def _completed_work_class() -> Any:
 
 DoneWork: Any = _completed_work_class()
 
-
 Communicator = tuple[str, int | None]
 """Group name (empty for the default group), and the peer if it sends or receives unbatched."""
 
@@ -66,8 +56,8 @@ class PendingWorks:
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
         self._timeline = timeline
         self._memory = memory
-        self._kept: Any = WeakKeyDictionary()
-        self._last: Any = None  # kept alive so that pybind returns the same object
+        self._finalizers: Any = WeakKeyDictionary()  # by work; each holds the work's tensors
+        self._last_work: Any = None  # kept alive so that pybind returns the same object
         self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
         """Communicator -> ranks to which it sends (True) or from which it receives (False)."""
 
@@ -84,15 +74,17 @@ class PendingWorks:
         wait = DoneWork.wait
 
         def wait_on_stream(work: Any, *args: Any, **kwargs: Any) -> Any:
-            finalizer = self._kept.pop(work, None)
+            finalizer = self._finalizers.pop(work, None)
             if finalizer is not None:
-                _, _, (_, end), _ = finalizer.detach()
+                _, _, (_, end), _ = finalizer.detach()  # (work, `_stash`, (tensors, end), kwargs)
                 self._timeline.stream_waits(self._timeline.stream, end)
             return wait(work, *args, **kwargs)
 
         def future(work: Any) -> Any:
-            finalizer = self._kept.get(work)
-            tensors, _ = ((), START) if finalizer is None else finalizer.peek()[2]
+            finalizer = self._finalizers.get(work)
+            tensors: Sequence[Tensor] = ()
+            if finalizer is not None:
+                _, _, (tensors, _), _ = finalizer.peek()
             return GpuFuture(self._timeline, self._memory, self._timeline.stream, list(tensors))
 
         patches.set(DoneWork, "wait", wait_on_stream)
@@ -120,7 +112,8 @@ class PendingWorks:
         stream = self._timeline.stream
         group_name = self._name(group)
         if group.size() < 2:
-            self._alone |= {group_name} - {""}
+            if group_name:
+                self._alone.add(group_name)
             return stream
         if messages:
             self.messages[group_name, None].update(messages)
@@ -155,29 +148,29 @@ class PendingWorks:
 
     def library_bytes(self, rank: Rank) -> int:
         """Return NCCL's bytes on the GPU of `rank`: kernels, communicators and their buffers."""
-        total = SUBGROUP_OF_ONE_BYTES * len(self._alone)
+        total = gpus.SUBGROUP_OF_ONE_BYTES * len(self._alone)
         if rank.world_size == 1:
-            return total + (COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
-        total += NCCL_KERNELS_BYTES if self.communicators else 0
-        total += MESSAGES_BYTES if self.messages else 0
+            return total + (gpus.COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
+        total += gpus.NCCL_KERNELS_BYTES if self.communicators else 0
+        total += gpus.MESSAGES_BYTES if self.messages else 0
         for communicator in self.communicators:
-            total += (
-                SUBGROUP_BYTES if communicator in self.collectives else WITHOUT_COLLECTIVES_BYTES
-            )
+            has_collectives = communicator in self.collectives
+            total += gpus.SUBGROUP_BYTES if has_collectives else gpus.WITHOUT_COLLECTIVES_BYTES
         for messages in self.messages.values():
-            total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
+            for _, sends in messages:
+                total += gpus.SENDING_BYTES if sends else gpus.RECEIVING_BYTES
         return total
 
     def release_due(self) -> None:
         """Free tensors that finished collectives kept alive. Each new collective calls this."""
-        self._last = None
+        self._last_work = None
         self._memory.unstash()
 
     def register(self, results: Any) -> None:
         """Keep the last new `Work` alive until `wait_for` gets one of the tensors in `results`."""
         for tensor in tensors_in((results,)):
             if type(tensor) is Tensor:  # no wrapper of a result that is registered already
-                self._registered[storage_key(tensor)] = self._last
+                self._registered[storage_key(tensor)] = self._last_work
 
     def wait_for(self, tensor: Tensor) -> None:
         """Wait for the registered `Work` whose result is `tensor`, if there is one."""
@@ -190,17 +183,18 @@ class PendingWorks:
 
         The `Work` keeps `tensors` alive. Its `wait` makes the current stream wait for `stream`.
         """
-        self._last = work = DoneWork()
+        self._last_work = work = DoneWork()
         if tensors or stream != self._timeline.stream:
             end = self._timeline.event(stream)
-            self._kept[work] = finalizer = finalize(work, self._stash, tensors, end)
+            self._finalizers[work] = finalizer = finalize(work, self._stash, tensors, end)
             finalizer.atexit = False
         return work.boxed()
 
     def _stash(self, tensors: Iterable[Tensor], end: Time) -> None:
+        fast_end, _ = end
         for index in map(self._memory.id_of, tensors):
             if index is not None:
-                self._memory.stash(index, end[0])
+                self._memory.stash(index, fast_end)
 
 
 class GpuFuture(torch.futures.Future[Any]):

@@ -31,8 +31,7 @@ LOAD_US = 2500.0
 """Least host microseconds of an operator's first launch, which loads kernels. 0 where the GPU is
 assumed to lag most. In scripts on two H100s of validation/scripts/ the first step of AdamW, with
 its dozen operators, took 33 to 300 ms longer than the next. `scripts/measure_pace.py` measures it
-too.
-"""
+too."""
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
 """(MiB, microseconds): shortest of eleven host times of a `cudaMalloc`: `scripts/measure_pace.py`
@@ -85,7 +84,7 @@ class Timeline:
         self.num_streams = 1
         self.host_time = START  # microseconds of the host since the start
         self._gpu = gpu
-        self._loaded: set[Any] = set()
+        self._loaded: set[Any] = set()  # operators that were launched
         self._kernels_us: dict[int, float] = {}  # by the number of the work in the log
         self._capture_pool: int | None = None
         self.mem_pool: int | None = None  # number of the pool of `torch.cuda.use_mem_pool`
@@ -97,9 +96,9 @@ class Timeline:
         """End times of the last launches of each stream."""
 
         self._busy_until: dict[int, Time] = {}
-        self._given_in_backward = False
-        self._starts: list[int] = []
-        self._streams: list[int] = []
+        self._is_set_in_backward = False  # the script has set the stream while a node runs
+        self._switch_numbers: list[int] = []  # autograd's next sequence number at each `switch`
+        self._switched_to: list[int] = []  # the streams of these switches
 
     # --- the clock
 
@@ -114,7 +113,8 @@ class Timeline:
 
     def at_pace(self, time: Time) -> float:
         """Return the microseconds of `time` at the slow pace if `is_slow`, else at the fast one."""
-        return time[self.is_slow]
+        fast, slow = time
+        return slow if self.is_slow else fast
 
     def event(self, stream: int) -> Time:
         """Return the time at which `stream` finishes its work so far, as `Event.record` does."""
@@ -177,7 +177,7 @@ class Timeline:
         launch_us = FASTEST_HOST * self._table.launch_us
         self.advance_host(launch_us, launch_us)
         queue = self._queues[stream]
-        if len(queue) == LAUNCH_QUEUE:
+        if len(queue) == LAUNCH_QUEUE:  # full: the host waits for the end of the oldest launch
             self.host_time = later(self.host_time, queue[0])
         fast, slow = later(self.event(stream), self.host_time)
         low, high = KERNEL_SPREAD
@@ -199,24 +199,26 @@ class Timeline:
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
         """Make `stream` the current one within the block."""
-        before, was_given = self.stream, self._given_in_backward
-        self._given_in_backward = torch._C._current_autograd_node() is not None
+        outer_stream, was_set_in_backward = self.stream, self._is_set_in_backward
+        self._is_set_in_backward = torch._C._current_autograd_node() is not None
         self.switch(stream)
         try:
             yield
         finally:
-            self._given_in_backward = was_given
-            self.switch(before)
+            self._is_set_in_backward = was_set_in_backward
+            self.switch(outer_stream)
 
     def switch(self, stream: int) -> None:
-        """Make `stream` the current one, as `torch.cuda.set_stream` does."""
+        """Make `stream` the current one, as `torch.cuda.set_stream` does. In the forward, also
+        store autograd's next sequence number. The nodes made until the next switch have this number
+        or higher ones, so `_stream_of` finds the stream of a node by its number."""
         self.stream = stream
         if torch._C._current_autograd_node() is None:
-            self._starts.append(torch._C._autograd._get_sequence_nr())
-            self._streams.append(stream)
-            if len(self._starts) > MAX_SWITCHES:  # nodes of the older half have run backward
-                half = len(self._starts) // 2
-                del self._starts[:half], self._streams[:half]
+            self._switch_numbers.append(torch._C._autograd._get_sequence_nr())
+            self._switched_to.append(stream)
+            if len(self._switched_to) > MAX_SWITCHES:  # nodes of the older half have run backward
+                half = len(self._switched_to) // 2
+                del self._switch_numbers[:half], self._switched_to[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
         """Return the stream on which the running operator, called with `args`, is launched.
@@ -230,20 +232,19 @@ class Timeline:
         two attributes.
         """
         node = torch._C._current_autograd_node()
-        if node is None or self._given_in_backward:
+        if node is None or self._is_set_in_backward:
             return self.stream
-        producer = self._stream_of(node)
-        if is_sum:
-            for consumer, index in node.next_functions:
-                inputs = getattr(consumer, "_input_metadata", ())
-                if index < len(inputs) and tuple(inputs[index].shape) == args[0].shape:
-                    variable = getattr(consumer, "variable", None)
-                    stream = self._stream_of(consumer)
-                    if variable is not None and variable not in self.leaf_streams:
-                        stream = self.accumulates_on
-                    self.stream_waits(stream, self.event(producer))
-                    return stream
-        return producer
+        node_stream = self._stream_of(node)
+        consumer = _consumer_of_sum(node, args[0].shape) if is_sum else None
+        if consumer is None:
+            return node_stream
+        variable = getattr(consumer, "variable", None)
+        if variable is None or variable in self.leaf_streams:
+            stream = self._stream_of(consumer)
+        else:
+            stream = self.accumulates_on
+        self.stream_waits(stream, self.event(node_stream))
+        return stream
 
     def _stream_of(self, node: Any) -> int:
         """Return the stream of the backward `node`: the stream on which its forward ran. The
@@ -253,8 +254,8 @@ class Timeline:
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)
-        index = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._streams[index] if index >= 0 else MAIN
+        index = bisect_right(self._switch_numbers, node._sequence_nr()) - 1
+        return self._switched_to[index] if index >= 0 else MAIN
 
     # --- capture of CUDA graphs
 
@@ -286,3 +287,12 @@ class Timeline:
             return self.stream  # backward runs in another thread
         self.streams_of_pools[self.mem_pool] = self.stream
         return self.mem_pool
+
+
+def _consumer_of_sum(node: Any, shape: torch.Size) -> Any:
+    """Return the node after autograd's `node` that gets a gradient of `shape`, or None."""
+    for consumer, index in node.next_functions:
+        inputs = getattr(consumer, "_input_metadata", ())
+        if index < len(inputs) and tuple(inputs[index].shape) == shape:
+            return consumer
+    return None

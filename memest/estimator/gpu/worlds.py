@@ -35,7 +35,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
-        self._own = 0
+        self._rank = 0
         self._folder: Path | None = None
         self._counts: Counter[str] = Counter()
         self._peers: set[int] = set()
@@ -55,7 +55,7 @@ class Mailbox:
 
     def begin_rank(self, rank: int) -> None:
         """Begin to simulate `rank` from its start: count the messages of each key from 0."""
-        self._own = rank
+        self._rank = rank
         self._counts.clear()
         self._peers.clear()
         self._expected.clear()
@@ -63,7 +63,7 @@ class Mailbox:
     def post(self, key: object, value: Any) -> None:
         """Write `value` (None: unknown) as the next message under `key`, unless its file exists."""
         self.open()
-        path = self._next(key)
+        path = self._take_path(key)
         if not path.exists():  # else the rank runs again
             part_file = path.with_suffix(f".{os.getpid()}")
             part_file.write_bytes(_packed(value))
@@ -85,10 +85,10 @@ class Mailbox:
         """
         if self._folder is None:
             return None
-        path = self._next(key)
+        path = self._take_path(key)
         if source in self._peers:
             self._wait(path, source)
-        elif not self._comes(path, source):
+        elif not self._is_posted_in_time(path, source):
             return None
         with _disable_current_modes():
             return pickle.loads(path.read_bytes())
@@ -102,10 +102,10 @@ class Mailbox:
         return True
 
     def _wait(self, path: Path, source: int, line: str = "") -> None:
-        if not self._poll(path, self._path("ended", source).exists):
+        if not self._poll(path, self._state_file("ended", source).exists):
+            location = f"{line}: " if line else ""
             raise PeerEnded(
-                f"{line}: " * bool(line)
-                + f"rank {source} ended before it sent or took what this rank waits for",
+                f"{location}rank {source} ended before it sent or took what this rank waits for",
                 hint="on GPUs this rank waits for ever, if that rank ends without an error",
             )
 
@@ -118,25 +118,28 @@ class Mailbox:
         `ranks` that are simulated at the same time as this rank. Do not wait for a rank that has
         ended."""
         if self._companions:
-            self.post((key, self._own), None)
+            self.post((key, self._rank), None)
         for peer in self._companions.intersection(ranks):
-            self._comes(self._next((key, peer)), peer)
+            self._is_posted_in_time(self._take_path((key, peer)), peer)
 
     @property
     def _companions(self) -> frozenset[int]:
         """Other ranks that are simulated at the same time as this one; empty if it runs alone."""
-        ranks = self._together
-        return ranks - {self._own} if self._own in ranks else frozenset()
+        is_together = self._rank in self._together
+        return self._together - {self._rank} if is_together else frozenset()
 
-    def _comes(self, path: Path, source: int) -> bool:
+    def _is_posted_in_time(self, path: Path, source: int) -> bool:
         """Return whether rank `source` posts the message file `path`. Wait for the file if `source`
         is simulated at the same time. Return False if `source` has ended without posting the file.
         Also return False in a deadlock: `source` itself is waiting for a message that was not
         posted."""
         if path.exists() or source not in self._companions:
             return path.exists()
-        wait_file, peer_wait_file = self._path("waits", self._own), self._path("waits", source)
-        end_file = self._path("ended", source)
+        wait_file, peer_wait_file = (
+            self._state_file("waits", self._rank),
+            self._state_file("waits", source),
+        )
+        end_file = self._state_file("ended", source)
 
         def gives_up() -> bool:
             with suppress(FileNotFoundError):
@@ -154,7 +157,7 @@ class Mailbox:
     def expect(self, key: object, source: int, line: str) -> None:
         """Make `finish` wait for `key` from rank `source`; errors name the script's line `line`."""
         self.open()
-        self._expected.append((self._next(key), source, line))
+        self._expected.append((self._take_path(key), source, line))
 
     def finish(self) -> None:
         """Wait for all expected messages; `PeerEnded` if a rank has ended without one of them."""
@@ -166,19 +169,19 @@ class Mailbox:
         if rank not in self._peers:
             self.open()
             self._peers.add(rank)
-            self._path("requested", rank).touch()
+            self._state_file("requested", rank).touch()
 
     def requested(self) -> set[int]:
         """Return the ranks for which `meet` was called."""
         paths = () if self._folder is None else self._folder.glob("requested.*")
-        return {int(path.suffix[1:]) for path in paths}
+        return {int(path.suffix.removeprefix(".")) for path in paths}
 
     def end(self, rank: int) -> None:
         """Record that `rank` has ended and posts nothing more."""
         self.open()
-        self._path("ended", rank).touch()
+        self._state_file("ended", rank).touch()
 
-    def _path(self, kind: str, rank: int) -> Path:
+    def _state_file(self, kind: str, rank: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{kind}.{rank}"
 
@@ -187,7 +190,8 @@ class Mailbox:
         name = _name(key)
         return self._folder / f"{name}-{self._counts[name]}"
 
-    def _next(self, key: object) -> Path:
+    def _take_path(self, key: object) -> Path:
+        """Return the file of the next message under `key`, and count the message."""
         path = self._path_of(key)
         self._counts[_name(key)] += 1
         return path
@@ -214,8 +218,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Simulated rank (process of a distributed run) of `world_size`, with `num_local` per host.
-    `is_launched`: `torchrun` starts the script. `mailbox` has the messages between ranks."""
+    """Simulated rank (process of a distributed run) of `world_size`, with `num_local` per host."""
 
     rank: int = 0
     world_size: int = 1

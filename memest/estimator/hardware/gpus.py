@@ -58,9 +58,7 @@ MULTIPROCESSORS = {
     for capability, limits in _KINDS["multiprocessors"].items()
 }
 """Multiprocessors by compute capability: CUDA Programming Guide 13, table 30 "Memory Information
-per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
-"""
-
+per Compute Capability" and table 31; 7.0 in the guide of CUDA 12."""
 
 _LINKS = {tuple(map(int, key.split("."))): rate for key, rate in _KINDS["links"].items()}
 """Bandwidth to the other GPUs of a node in one direction, 1e9 bytes/s, by compute capability.
@@ -82,15 +80,13 @@ class Gpu:
     l2_kib: int = 51200  # L2 cache; the H100's is assumed for GPUs without a figure
     tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
-    `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates.
-    """
+    `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates."""
 
     context_bytes: int  # memory of one process outside the allocator: context, kernels, libraries
     source: str  # sources of the figures
     chip: str = ""
     """GPU whose kernels and workspaces this one has: its own name, or that of the same chip with
-    other memory. `device_properties.json` describes chips to cuDNN.
-    """
+    other memory. `device_properties.json` describes chips to cuDNN."""
 
     memory_range_bytes: int | None = None
     """Largest less smallest total memory in `source`, by driver; None for a single figure."""
@@ -187,8 +183,9 @@ def find_gpu(name: str) -> Gpu:
         PlanError: no GPU of the catalogue has this name, or it has no such profile.
     """
     if (instance := split_mig(name)) is not None:
-        _check_whole_is_named(*instance)
-        return mig_instance(find_gpu(instance[0]), instance[1])
+        whole, profile = instance
+        _check_whole_is_named(whole, profile)
+        return mig_instance(find_gpu(whole), profile)
     key = _folded(name)
     gpus = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
     gpus |= {alias: _catalogue()[target] for alias, target in _KINDS["aliases"].items()}
@@ -243,10 +240,11 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     'a100-40gb'
     """
     instance = split_mig(name)
-    words = _words(instance[0] if instance else name)
+    whole, profile = instance or (name, "")
+    words = _words(whole)
     gpus = [gpu for gpu in list_gpus() if _kind(_words(gpu.label)) == _kind(words)]
     if instance is not None:
-        profile, profiles = instance[1], mig_profiles()
+        profiles = mig_profiles()
         gpus = [mig_instance(g, profile) for g in gpus if profile in profiles.get(g.name, ())]
         words = frozenset()  # variants of a GPU have the same profiles
     matches = [
@@ -337,29 +335,25 @@ def _communicators_bytes(plan: TrainingPlan) -> int:
     return COMMUNICATOR_BYTES
 
 
-# Instances of a GPU under NVIDIA's MIG: memory and multiprocessors by profile.
-#
-# `mig.json` has the MiB and the multiprocessors that `nvidia-smi mig -lgip` lists for each
-# profile. A process on an instance sees that memory as the GPU's total. CUDA reports 4.750 GiB on
-# the 1g.5gb of an A100, and torch 39.25 GiB on the 3g.40gb of an A100 80GB. The rest follows from
-# the whole GPU.
-
 _SLICES = 8  # slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts
+_MIG: Mapping[str, Any] = read_table(__file__, "mig.json")
+"""{GPU name: {"profiles": {profile: (MiB, SMs)}, "source": text}}, of NVIDIA's MIG.
+
+`nvidia-smi mig -lgip` lists these MiB and multiprocessors. A process on an instance sees that
+memory as the GPU's total. CUDA reports 4.750 GiB on the 1g.5gb of an A100, and torch 39.25 GiB on
+the 3g.40gb of an A100 80GB. The rest follows from the whole GPU.
+"""
+
 _MEDIA = re.compile(r"\+me$")  # with media engines: the same memory in `nvidia-smi mig -lgip`
 _NAME = re.compile(
-    r"(.*?)(?:^|[\s_-]+)(?:mig(?:[\s_-]+(.*))?|(\d+g[._-]\d+gb(?:\+me)?))", re.IGNORECASE
+    r"(?P<gpu>.*?)(?:^|[\s_-]+)(?:mig(?:[\s_-]+(?P<named>.*))?|(?P<bare>\d+g[._-]\d+gb(?:\+me)?))",
+    re.IGNORECASE,
 )
-
-
-@cache
-def _mig_table() -> dict[str, Any]:
-    """Return {GPU name: {"profiles": {profile: (MiB, SMs)}, "source": text}} of mig.json."""
-    return read_table(__file__, "mig.json")
 
 
 def mig_profiles() -> dict[str, Sequence[str]]:
     """Return {GPU name: names of its MIG profiles} for all GPUs that support MIG."""
-    return {name: tuple(entry["profiles"]) for name, entry in _mig_table().items()}
+    return {name: tuple(entry["profiles"]) for name, entry in _MIG.items()}
 
 
 def split_mig(name: str) -> tuple[str, str] | None:
@@ -370,8 +364,8 @@ def split_mig(name: str) -> tuple[str, str] | None:
     """
     if (match := _NAME.fullmatch(name.strip())) is None:
         return None
-    profile = (match[2] or match[3] or "").casefold()
-    return match[1], re.sub(r"[\s_-]", ".", _MEDIA.sub("", profile.strip()))
+    profile = (match["named"] or match["bare"] or "").casefold()
+    return match["gpu"], re.sub(r"[\s_-]", ".", _MEDIA.sub("", profile.strip()))
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
@@ -396,7 +390,7 @@ def mig_instance(whole: Gpu, profile: str) -> Gpu:
     Raises:
         PlanError: this GPU has no such profile.
     """
-    entry = _mig_table().get(whole.name, {"profiles": {}, "source": ""})
+    entry = _MIG.get(whole.name, {"profiles": {}, "source": ""})
     if profile not in entry["profiles"]:
         raise _unknown_profile(whole.name, profile)
     mib, num_sms = entry["profiles"][profile]

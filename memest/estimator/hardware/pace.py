@@ -22,23 +22,9 @@ from typing import Any
 import numpy as np
 
 from memest.errors import PlanError
+from memest.estimator.hardware import work as launches
 from memest.estimator.hardware.gpus import Gpu, find_gpu, match_device
-from memest.estimator.hardware.work import (
-    CUT,
-    HOST,
-    HOST_KINDS,
-    IN_LAUNCHES,
-    IN_PYTHON,
-    LINK,
-    NUM_HOSTS,
-    OPTIMIZER,
-    PRODUCTS,
-    VIEW,
-    WAITS,
-    Work,
-    WorkLog,
-    host_kind,
-)  # fmt: skip
+from memest.estimator.hardware.work import LINK, NUM_HOSTS, VIEW, Work, WorkLog, host_kind
 from memest.report import StepTime
 
 FORMAT = 7  # of a file of measured times; it grows when kinds of work or their sizes change
@@ -82,23 +68,25 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     steps += num_more * steps[-1:]
     num_known = [*log.num_known, *num_more * [len(log.works)]]
     clocks = Clocks(log.works, gpu)
-    runs = sorted([*zip(clocks.run(steps, num_known), steps, strict=True)][1:], key=lambda s: s[0])
+    _, *runs = zip(clocks.run(steps, num_known), steps, strict=True)  # the first is left out
+    runs.sort(key=lambda run: run[0])
     (seconds, first_s), events = runs[len(runs) // 2]
     counts = np.bincount([e // NUM_HOSTS for e in events if e >= 0], minlength=len(log.works))
     table, link_s = clocks.table, float(counts @ clocks.links)
+    operations_s, _ = clocks.bounds.T
     is_new = [not table.is_measured(work.kind) for work in log.works]
     low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
     figures = (seconds, low * seconds, high * seconds + link_s, first_s)
-    rounded = [float(f"{s:.4g}") for s in figures]  # further digits differ by CPU
+    shown_s, low_s, high_s, shown_first_s = (float(f"{s:.4g}") for s in figures)  # CPUs differ
     return StepTime(
-        seconds=rounded[0],
-        low_seconds=rounded[1],
-        high_seconds=rounded[2],
-        peak_share=round(float(counts @ clocks.bounds[:, 0]) / seconds, 3),
+        seconds=shown_s,
+        low_seconds=low_s,
+        high_seconds=high_s,
+        peak_share=round(float(counts @ operations_s) / seconds, 3),
         bound_by=clocks.bound_by(events, link_s),
         origin=table.origin,
         unmeasured_share=round(float(counts * is_new @ clocks.kernels) / seconds, 3),
-        first_seconds=rounded[3],
+        first_seconds=shown_first_s,
         measured_in=table.file,
     )
 
@@ -106,7 +94,7 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
     """Return a step's `WorkLog` events, its last micro-batch repeated up to `num_micro_batches`. A
     `CUT` ends a micro-batch; with fewer than two of them, `events` are returned unchanged."""
-    cuts = [i for i, event in enumerate(events) if event == CUT]
+    cuts = [i for i, event in enumerate(events) if event == launches.CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
     repeats = (num_micro_batches - len(cuts)) * [*events[cuts[-2] : cuts[-1]]]
@@ -125,7 +113,7 @@ class Clocks:
         self._works = works
         self.kernels = np.array([table.kernel_s(work) for work in works])
         self.bounds = np.array([table.bounds_s(work) for work in works])
-        link_bytes = [work.num_bytes * (work.kind == LINK) for work in works]
+        link_bytes = [work.num_bytes if work.kind == LINK else 0 for work in works]
         self.links = 1e-9 / gpu.link_gb_s * np.array(link_bytes, dtype=float)
         self._hosts = [table.host_s(work, host) for work in works for host in range(NUM_HOSTS)]
 
@@ -153,17 +141,18 @@ class Clocks:
             unseen = set(range(num_before, len(self._works)))  # works that have not occurred yet
             for event in events:
                 if event < 0:
-                    if event == WAITS:
+                    if event == launches.WAITS:
                         host = max(host + wait_s, gpu_done + wait_s / 2)
-                    elif event <= HOST:
-                        host += host_share * 1e-6 * (HOST - event)
+                    elif event <= launches.HOST:
+                        host += host_share * 1e-6 * (launches.HOST - event)
                     continue
-                if unseen and event // NUM_HOSTS in unseen:
-                    unseen.remove(event // NUM_HOSTS)
-                    extra_s = self.table.first_s(self._works[event // NUM_HOSTS].kind)
-                    first_s, host = first_s + extra_s, host + extra_s
+                if unseen and (index := event // NUM_HOSTS) in unseen:
+                    unseen.remove(index)
+                    extra_s = self.table.first_s(self._works[index].kind)
+                    first_s += extra_s
+                    host += extra_s
                 host += hosts[event]
-                if queue[0] > host:
+                if queue[0] > host:  # full: the host waits for the end of the oldest launch
                     host = queue[0]
                 gpu_done = (gpu_done if gpu_done > host else host) + on_gpu[event]
                 queue.append(gpu_done)
@@ -175,11 +164,14 @@ class Clocks:
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
         """Return the resource whose removal shortens the step with these `events` most: `host`,
         `compute`, `memory` or `LINK`. `link_s` is the time of its collectives in seconds."""
-        shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
-        scalings = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
-        count = [len(self._works)]
-        times = {name: self.run([events], count, *args)[0][0] for name, args in scalings.items()}
-        return min(times, key=lambda name: times[name] - link_s * (name == LINK))
+        # without the operations a kernel takes the time of its bytes, and the reverse
+        shares = self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)
+        operations_share, bytes_share = shares.T
+        scalings = {"host": (1.0, 0.0), "compute": (bytes_share,), "memory": (operations_share,)}
+        step = [events], [len(self._works)]
+        times = {name: self.run(*step, *shares)[0][0] for name, shares in scalings.items()}
+        times[LINK] = self.run(*step)[0][0] - link_s  # seconds of the only step
+        return min(times, key=lambda name: times[name])
 
 
 class Table:
@@ -193,34 +185,36 @@ class Table:
         self, gpu: Gpu, times: dict[str, Any], kinds: "dict[str, Calls]", origin: Gpu, file: str
     ) -> None:
         host, first_us = times["host"], times["first_us"]
-        self.file, self._gpu, self._measured, self._kinds = file, gpu, origin, kinds
-        library_us = {kind: n * host["forward_launch"] for kind, n in IN_LAUNCHES.items()}
-        self._us = library_us | host
-        self.nearest = cache(lambda kind: nearest(kind, kinds))  # the measured kind to use
-        self.first_s = cache(lambda kind: 1e-6 * first_us.get(nearest(kind, first_us), 0.0))
+        self.file, self._kinds = file, kinds
+        self._gpu, self._measured = gpu, origin
+        library_us = {kind: n * host["forward_launch"] for kind, n in launches.IN_LAUNCHES.items()}
+        self._us = library_us | host  # host times by name, microseconds
+        self.measured_kind = cache(lambda kind: nearest_kind(kind, kinds))
+        self.first_s = cache(lambda kind: 1e-6 * first_us.get(nearest_kind(kind, first_us), 0.0))
         """Extra seconds of the first call with new sizes, by its kind."""
 
         self.wait_s, self.launch_us = 1e-6 * host["read"], host["forward_launch"]
-        phases = ("forward", "backward", "forward")  # an optimizer's calls are as a forward's
-        self._launch_us = [[host[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in phases]
-        self._launch_us[OPTIMIZER][0] = host["loop"]
         self.origin = "" if (origin.chip or origin.name) == (gpu.chip or gpu.name) else origin.name
         """Measured GPU whose efficiencies are used; empty if it is this one."""
 
     def host_s(self, work: Work, host: int) -> float:
         """Return the host's seconds for a call; `host` is `FORWARD`, `BACKWARD` or `OPTIMIZER`."""
-        if work.kind in IN_PYTHON:
+        if work.kind in launches.IN_PYTHON:
             return 1e-6 * self._us[work.kind] * work.num_tensors
-        launch_us = self._launch_us[host][host_kind(work)]
-        return 1e-6 * max(launch_us, self._us["list"] * work.num_tensors)
+        name = f"{'backward' if host == launches.BACKWARD else 'forward'}_{host_kind(work)}"
+        if (
+            host == launches.OPTIMIZER and name == "forward_launch"
+        ):  # its other calls are as a forward's
+            name = "loop"
+        return 1e-6 * max(self._us[name], self._us["list"] * work.num_tensors)
 
     def kernel_s(self, work: Work) -> float:
         """Return the seconds that the kernels of a call take; 0 if it has none."""
         if (rate := self._us.get(f"{work.kind}_gb_s")) is not None:  # a copy
             return float(1e-9 * work.num_bytes / rate)
-        if work.kind in (LINK, PRODUCTS, *IN_PYTHON) or work == VIEW:
+        if work.kind in (LINK, launches.PRODUCTS, *launches.IN_PYTHON) or work == VIEW:
             return sum(map(self.kernel_s, work.more))
-        kind = self.nearest(work.kind)
+        kind = self.measured_kind(work.kind)
         size = work.size if kind else (work.num_bytes,)
         efficiency = self._kinds[kind or ELSEWHERE].efficiency(size)
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
@@ -246,19 +240,20 @@ class Table:
 
     def is_measured(self, kind: str) -> bool:
         """Return whether calls of a work's `kind` were measured, at least in another precision."""
-        return f"{kind}_gb_s" in self._us or kind == LINK or self.nearest(kind) != ""
+        return f"{kind}_gb_s" in self._us or kind == LINK or self.measured_kind(kind) != ""
 
 
-def nearest(kind: str, kinds: Iterable[str]) -> str:
+def nearest_kind(kind: str, kinds: Iterable[str]) -> str:
     """Return the one of `kinds` with the operator of `kind` and the fewest differing words, else
     "". A kind is an operator and words of its variant, as in `matmul-odd float16`."""
-    words = re.split("[ -]", kind)
-    names, candidates = (words[0], words[0].removesuffix("_backward")), []
+    operator, *words = re.split("[ -]", kind)
+    differences = {}
     for other in kinds:
-        name, *marks = re.split("[ -]", other)
-        if name in names:
-            candidates.append((name != words[0], len({*words[1:]} ^ {*marks}), other))
-    return min(candidates)[-1] if candidates else ""
+        other_operator, *other_words = re.split("[ -]", other)
+        if other_operator in (operator, operator.removesuffix("_backward")):
+            num_different = len({*words} ^ {*other_words})
+            differences[other] = other_operator != operator, num_different, other
+    return min(differences, key=lambda other: differences[other], default="")
 
 
 def roofline_s(rate: str, num_flops: float, num_bytes: float, gpu: Gpu) -> tuple[float, float]:
@@ -275,12 +270,15 @@ class Calls:
     def __init__(self, kind: str, rows: list[list[float]], gpu: Gpu) -> None:
         last = kind.rpartition(" ")[2]
         rate = "" if last.isdigit() else last
-        self._sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
-        bounds = [roofline_s(rate, row[-3], row[-2], gpu) for row in rows]
-        ratios = [1e6 * max(bound) / row[-1] for bound, row in zip(bounds, rows, strict=True)]
+        sizes, ratios = [], []
+        for *size, num_flops, num_bytes, us in rows:
+            sizes.append(size)
+            ratios.append(1e6 * max(roofline_s(rate, num_flops, num_bytes, gpu)) / us)
+        self._sizes = np.log(np.array(sizes, dtype=float))
         if not rate:  # cap the efficiency at that of the largest call: small tensors stay in L2
-            largest = {(*row[1:-3],): e for row, e in sorted(zip(rows, ratios, strict=True))}
-            ratios = [min(e, largest[(*row[1:-3],)]) for row, e in zip(rows, ratios, strict=True)]
+            others = [tuple(size[1:]) for size in sizes]  # without the bytes
+            largest = {other: r for _, other, r in sorted(zip(rows, others, ratios, strict=True))}
+            ratios = [min(r, largest[other]) for r, other in zip(ratios, others, strict=True)]
         self._efficiencies = np.log(ratios)
         self.efficiency = cache(self._efficiency)
 

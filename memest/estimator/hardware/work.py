@@ -89,7 +89,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return _recurrent(values)
     if not (tensors := [*tensors_in(args)]):
         return by_bytes(f"{name} 4", num_bytes)
-    x, copies = tensors[-1 if name in _NAMES["copies"] else 0], tuple[Work, ...]()
+    x = tensors[-1 if name in _NAMES["copies"] else 0]  # of a copy, the source
+    copies: tuple[Work, ...] = ()
     if _NAMES["size"].get(name) == "row":
         if "softmax" in name and prod(x.shape[values["dim"] + 1 or x.dim() :]) > 1:
             return _spatial_softmax(name, x, values["dim"])
@@ -109,9 +110,11 @@ def fused_work(tensors: Iterable[Tensor]) -> Work:
     return by_bytes("fused 4", sum(map(_bytes_of, tensors)))
 
 
-def host_kind(work: Work) -> int:
-    """Return what the host does for `work`, as an index of `HOST_KINDS`: launch, cuDNN, view."""
-    return 2 if work == VIEW else int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
+def host_kind(work: Work) -> str:
+    """Return the one of `HOST_KINDS` that the host does for `work`."""
+    if work == VIEW:
+        return "view"
+    return "cudnn" if work.kind.startswith(("convolution", "cudnn_batch_norm")) else "launch"
 
 
 def _scale(x: Tensor, out: Tensor) -> int:
@@ -189,13 +192,13 @@ def _order(shape: Strides, source: Strides, target: Strides) -> tuple[Any, ...]:
     innermost dimension is the one with stride 1. If it is the same in source and target, the result
     is (`permute`, number of elements that are contiguous in both). Otherwise the result is
     (`transpose`, length of the source's innermost dimension, length of the target's)."""
-    ends = [
-        max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
+    source_end, target_end = (
+        max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=None)
         for steps in (source, target)
-    ]
-    if ends[0] == ends[1]:
+    )
+    if source_end == target_end:
         return "permute", _run(shape, source, target)
-    return "transpose", *(shape[end] if end >= 0 else 1 for end in ends)
+    return "transpose", *(1 if end is None else shape[end] for end in (source_end, target_end))
 
 
 def _run(shape: Strides, source: Strides, target: Strides) -> int:
@@ -216,14 +219,20 @@ def _copy_work(x: Tensor) -> Work:
 
 
 def _layout(x: Tensor) -> str:
-    return " nhwc" * (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return " nhwc" if is_last else ""
+
+
+def _with_marks(kind: str, marks: dict[str, Any]) -> str:
+    """Return `kind`, followed by the keys of `marks` whose values are true."""
+    return kind + "".join(mark for mark, applies in marks.items() if applies)
 
 
 def _spatial_softmax(name: str, x: Tensor, dim: int) -> Work:
     """Return the work of the softmax `name` over an inner `dim`, of size (threads, elements per
     thread). A thread reads its elements one after another, so it waits for memory and does not use
     all of the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
-    inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]
+    inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]  # -1 is the last
     sharing = 1  # threads that read one row
     if inner <= 64 <= num:
         while inner * sharing * 2 <= 1024 and sharing * 2 <= num:
@@ -259,24 +268,26 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
     size = (prod(batch), rows, right.shape[-1], inner)
     rate, kind = rate_of(left.dtype, "matmul"), "matmul"
     if rate == "tf32":
-        kind += ("", "-one", "-both")[(left.stride(-1) != 1) + (right.stride(-2) != 1)]
-    leading = size[2], *(max((1, *t.stride()[-2:])) for t in (left, right))
-    is_odd = left.element_size() == 2 and any(n % 8 for n in leading)
-    return _with_rate(kind + "-odd" * is_odd, rate, size, 2 * prod(size), num_bytes)
+        num_strided = [left.stride(-1) == 1, right.stride(-2) == 1].count(False)
+        kind += ("", "-one", "-both")[num_strided]
+    leading = right.shape[-1], *(max((1, *t.stride()[-2:])) for t in (left, right))
+    if left.element_size() == 2 and any(n % 8 for n in leading):  # not aligned to 16 bytes
+        kind += "-odd"
+    return _with_rate(kind, rate, size, 2 * prod(size), num_bytes)
 
 
 def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
     """Return the work of attention, of size (heads of all samples, queries, keys, head length).
     `name` is the operator without its prefix, such as `flash_attention`. `values` are the
-    operator's arguments by name. `num_bytes` are the bytes that the kernel has to read and
-    write."""
+    operator's arguments by name. `num_bytes` are the bytes that the kernel reads and writes."""
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     size = (prod(batch), num_queries, key.shape[-2], width)
     is_backward, is_causal = name.endswith("_backward"), bool(values.get("is_causal"))
-    kind = name.partition("_")[0] + "-backward" * is_backward + "-causal" * is_causal
-    kind += "-bias" * (values.get("attn_bias") is not None)
-    flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (1 + is_causal)
+    has_bias = values.get("attn_bias") is not None
+    marks = {"-backward": is_backward, "-causal": is_causal, "-bias": has_bias}
+    kind = _with_marks(name.partition("_")[0], marks)
+    flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (2 if is_causal else 1)
     return _with_rate(kind, rate_of(query.dtype), size, flops, num_bytes)
 
 
@@ -302,21 +313,26 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     weight: Tensor = values["weight"]
     output = values.get("grad_output", out)
     data, weights, bias = values.get("output_mask", (False, False, values.get("bias") is not None))
-    extra = [by_bytes("pointwise 4", output.nbytes * (1 if "grad_output" in values else 2))] * bias
-    kind = "convolution" + "-data" * (data and weights) + "-weight" * weights
-    ends = (x, output) if values.get("transposed") else (output, x)
-    positions = [t.numel() // max(1, t.shape[1]) for t in ends]
-    size = (*positions, *weight.shape[:2], prod(weight.shape[2:]))
-    if (groups := ends[1].shape[1] // max(1, weight.shape[1])) > 1:
-        is_wide = weight.shape[1] == 1 and x.dim() < 5 and size[4] > 25
-        kind += " grouped" + " one" * (size[4] == 1) + " wide" * is_wide + " 1d" * (x.dim() == 3)
-        size = (*positions, weight.shape[0] // groups, *size[3:], groups)
+    extra = []
+    if bias:  # a forward adds it in place, a backward sums the gradient
+        extra = [by_bytes("pointwise 4", output.nbytes * (1 if "grad_output" in values else 2))]
+    result, source = (x, output) if values.get("transposed") else (output, x)
+    num_out, num_in = (t.numel() // max(1, t.shape[1]) for t in (result, source))
+    c_out, c_in, *sides = weight.shape
+    window = prod(sides)
+    kind = _with_marks("convolution", {"-data": data and weights, "-weight": weights})
+    size: Sizes = (num_out, num_in, c_out, c_in, window)
+    if (groups := source.shape[1] // max(1, c_in)) > 1:
+        size = (num_out, num_in, c_out // groups, c_in, window, groups)
+        is_wide = c_in == 1 and x.dim() < 5 and window > 25
+        marks = {" grouped": True, " one": window == 1, " wide": is_wide, " 1d": x.dim() == 3}
+        kind = _with_marks(kind, marks)
     # `cudnn_conv_suggest_memory_format` of ATen/native/ConvUtils.h
-    is_last = _layout(x) or suggest_memory_format(weight) == torch.channels_last
-    kind += " 3d" * (x.dim() == 5) + " nhwc" * bool(is_last)
-    flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
+    is_last = bool(_layout(x)) or suggest_memory_format(weight) == torch.channels_last
+    kind = _with_marks(kind, {" 3d": x.dim() == 5, " nhwc": is_last})
+    flops = 2 * num_out * weight.numel() * max(1, data + weights)  # of each gradient
     work = _with_rate(kind, rate_of(x.dtype, "conv"), size, flops, num_bytes)
-    if kind.split()[1:] == ["nhwc"] and size[0] == size[1] and size[4] == 1:
+    if is_last and groups <= 1 and x.dim() != 5 and num_out == num_in and window == 1:
         work = work._replace(kind=PRODUCTS)
         extra = [*_products(size, work.rate, x.element_size(), data, weights), *extra]
     return work._replace(more=(*extra,))
@@ -331,8 +347,10 @@ def _products(size: Sizes, rate: str, itemsize: int, data: bool, weights: bool) 
     the key of a peak rate, `itemsize` the bytes of an element. In a backward, `data` is True for
     the input's gradient and `weights` for the weight's. In a forward both are False."""
     rows, _, c_out, c_in, _ = size
-    shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights or [(rows, c_out, c_in)]
-    kind = "matmul" + "-odd" * (itemsize == 2 and bool(c_out % 8 or c_in % 8))
+    shapes = [(rows, c_out, c_in)]  # of the forward
+    if data or weights:
+        shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights
+    kind = "matmul-odd" if itemsize == 2 and (c_out % 8 or c_in % 8) else "matmul"
     return [
         _with_rate(kind, rate, (1, m, n, k), 2 * m * n * k, itemsize * (m * n + m * k + n * k))
         for m, n, k in shapes
@@ -350,8 +368,9 @@ def _recurrent(values: dict[str, Any]) -> Work:
     gates = {2: 4, 3: 3}.get(values["mode"], 1)  # of an LSTM and a GRU by cuDNN's numbers, and RNNs
     size = (num_steps, values["num_layers"], samples, hidden, gates)
     is_backward, is_two_way = "grad_output" in values, bool(values["bidirectional"])
-    flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + is_two_way) * (1 + is_backward)
-    kind = "rnn" + "-both" * is_two_way + "-backward" * is_backward
+    num_products = (2 if is_two_way else 1) * (2 if is_backward else 1)  # by direction, gradient
+    flops = 2 * prod(size) * (values["proj_size"] or hidden) * num_products
+    kind = _with_marks("rnn", {"-both": is_two_way, "-backward": is_backward})
     return _with_rate(kind, rate_of(x.dtype, "rnn"), size, flops, 0)
 
 
@@ -436,9 +455,9 @@ class WorkLog:
         self.is_in_optimizer = False  # True within `Optimizer.step`
         self.is_in_engine = False  # True within the step of DeepSpeed's engine
         self.has_host = True  # False while host operators are not part of training
-        self._stepped: set[int] = set()
-        self._captured: list[Work] | None = None
-        self._end = 0
+        self._stepped: set[int] = set()  # ids of optimizers that stepped in this training step
+        self._captured: list[Work] | None = None  # kernels of the graph that is captured
+        self._num_works_before = 0  # works that occurred until the last step of an optimizer
         self._index: dict[Work, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
@@ -507,10 +526,10 @@ class WorkLog:
         self.run_python(STEP, num_params)
         if not self.steps or (optimizer in self._stepped and has_backward):
             self.steps.append(array("q"))
-            self.num_known.append(self._end)
+            self.num_known.append(self._num_works_before)
             self._stepped.clear()
         self.steps[-1].extend(self.events)
-        self._end = len(self.works)
+        self._num_works_before = len(self.works)
         self._stepped.add(optimizer)
         self.events = array("q")
         self.run_python(ZERO_GRAD, num_params)
@@ -538,7 +557,7 @@ class WorkLog:
             self._captured.append(self.works[index])
             return
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
-            host = BACKWARD  # checkpointing runs a forward again
-        else:
+            host = BACKWARD
+        else:  # in a backward with gradients, checkpointing runs a forward again
             host = OPTIMIZER if self.is_in_optimizer else FORWARD
         self.events.append(NUM_HOSTS * index + host)

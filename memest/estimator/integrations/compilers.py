@@ -87,7 +87,7 @@ def _note_unless_importing(note: Callable[[str], None], mode: CudaSimMode, text:
     nothing if a library makes that call while it is being imported. `mode` finds the stack frame of
     the script, from which the library is imported."""
     frame = sys._getframe(2)
-    script = mode.attribution.lines.frame(frame)
+    script = mode.attribution.lines.script_frame(frame)
     while frame is not None and frame is not script:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return

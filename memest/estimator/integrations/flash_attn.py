@@ -65,7 +65,7 @@ class Finder(StubFinder):
     def serves(self, fullname: str) -> bool:
         """Return whether `fullname` is a module of the stub, and the script itself imports it."""
         frame = self.importing_frame() if fullname in _CONTENTS else None
-        return frame is not None and self._mode.attribution.lines.frame(frame) is frame
+        return frame is not None and self._mode.attribution.lines.script_frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
         self._mode.notes.add(_NOTE)

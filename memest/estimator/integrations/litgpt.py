@@ -23,7 +23,7 @@ OFFER = (
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Add a hint about dummy checkpoints if LitGPT finds no checkpoint; refuse `thunder.jit`."""
 
-    def after_utils(module: ModuleType) -> None:
+    def offer_dummy_checkpoint(module: ModuleType) -> None:
         @wrap_everywhere(patches, module, "check_valid_checkpoint_dir")
         def check_and_offer(check: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -31,11 +31,11 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             except FileNotFoundError as error:
                 error.add_note(OFFER)
                 raise
-            except SystemExit:
+            except SystemExit:  # with `raise_error=False`, after LitGPT has printed its message
                 sys.stderr.write(f"{OFFER}\n")
                 raise
 
-    def after_import(module: ModuleType) -> None:
+    def note_release(module: ModuleType) -> None:
         release = installed_versions("litgpt").get("litgpt")
         if release not in (None, MEASURED_RELEASE):
             mode.notes.add(
@@ -43,8 +43,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
                 f"{MEASURED_RELEASE}"
             )
 
-    hooks.after("litgpt", after_import)
-    hooks.after("litgpt.utils", after_utils)
+    hooks.after("litgpt", note_release)
+    hooks.after("litgpt.utils", offer_dummy_checkpoint)
     hint = "run the script without Thunder: an eager run saves other tensors, and takes more memory"
-    refusal = refusing("code that `thunder.jit` compiles", hint)
-    hooks.after("thunder", lambda module: patches.set(module, "jit", refusal))
+    refuse_jit = refusing("code that `thunder.jit` compiles", hint)
+    hooks.after("thunder", lambda module: patches.set(module, "jit", refuse_jit))

@@ -93,8 +93,7 @@ def _nms(next_kernel: Next, boxes: Tensor, scores: Tensor, iou_threshold: float)
 
 
 def _in_float32(next_kernel: Next, image: Tensor, *args: Any) -> Tensor:
-    """Run `next_kernel` on `image` and `args`; under autocast, cast to float32 and
-    back."""
+    """Run `next_kernel` on `image` and `args`; under autocast, in float32."""
     if not torch.is_autocast_enabled("cuda"):
         return next_kernel(image, *args)
     casts = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]

@@ -1,6 +1,7 @@
 """Triton with kernel launches that compute nothing and request the same memory.
 
-Where Triton cannot be installed, a stub replaces it, so that libraries take the same paths.
+Where Triton cannot be installed, a stub replaces it, so that libraries take the same paths. With
+it libraries can be imported; their kernel launches do nothing. `Finder` serves `import triton`.
 Source: triton 3.6.0, runtime/jit.py, runtime/autotuner.py, runtime/driver.py, testing.py.
 """
 
@@ -28,11 +29,7 @@ from memest.estimator.hardware.work import fused_work
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 from memest.estimator.tensors.placement import GPU
 from memest.plan.reading import read_table
-
-# Names of the package `triton`, for machines on which it cannot be installed.
-#
-# With them libraries can be imported; their kernel launches do nothing. `Finder` serves `import
-# triton`, and the version that comes with the wheels of torch 2.11.
+from memest.units import ceil_div
 
 VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
 _NAMES: dict[str, Any] = read_table(__file__, "triton.json")
@@ -183,11 +180,6 @@ def heuristics(values: dict[str, Any]) -> Any:
     return lambda fn: Heuristics(fn, values=values)
 
 
-def cdiv(x: int, y: int) -> int:
-    """Return x / y, rounded up."""
-    return (x + (y - 1)) // y
-
-
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of 2 that is not below `n`."""
     return 1 if n < 2 else 1 << (n - 1).bit_length()
@@ -238,7 +230,6 @@ _ERRORS |= {
     for name in ("CompilationError", "OutOfResources", "InterpreterError", "PTXASError")
 }
 
-
 _REFUSED = {"compile": "triton.compile", "make_backend": "triton.compiler.make_backend"}
 _REFUSED |= {name: name for name in _NAMES["modules"]["triton.testing"]}
 _OWN: dict[str, Any] = {
@@ -247,7 +238,7 @@ _OWN: dict[str, Any] = {
     "jit": jit, "constexpr_function": _unchanged, "reinterpret": _unchanged,
     "must_use_result": _unchanged, "T": Any, "LazyDict": dict, "Config": Config,
     "autotune": autotune, "Autotuner": Autotuner, "heuristics": heuristics,
-    "Heuristics": Heuristics, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
+    "Heuristics": Heuristics, "cdiv": ceil_div, "next_power_of_2": next_power_of_2,
     "set_allocator": constant(None), "TensorDescriptor": _TensorDescriptor,
     **_ERRORS, **{name: refusing(f"`{full}`", NOT_COMPILED) for name, full in _REFUSED.items()},
 }  # fmt: skip

@@ -302,7 +302,7 @@ class Finder(StubFinder):
         if frame is None:
             return False
         importer = frame.f_globals.get("__name__", "").partition(".")[0]
-        return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame
+        return importer == "trl" or self._mode.attribution.lines.script_frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a stub module; names that the stub lacks raise when they are called."""

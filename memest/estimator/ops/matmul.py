@@ -205,8 +205,8 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
     = 32 MiB, all others `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give
     Blackwell (compute capability 10.x and 12.x) 32 MiB too.
 
-    >>> from memest.estimator.versions import known
-    >>> release = known("2.11")
+    >>> from memest.estimator.versions import find_release
+    >>> release = find_release("2.11")
     >>> cublas_workspace_bytes((9, 0), release), cublas_workspace_bytes((8, 0), release)
     (33554432, 8519680)
     """
@@ -240,8 +240,8 @@ def cublas_settings(
         TORCH_CUBLAS_WORKSPACE_CACHE      1: workspaces stay allocated (read from torch 2.15 on)
         DISABLE_ADDMM_CUDA_LT             1: `addmm` does not call cuBLASLt
 
-    >>> from memest.estimator.versions import known
-    >>> release = known("2.11")
+    >>> from memest.estimator.versions import find_release
+    >>> release = find_release("2.11")
     >>> cublas_settings((9, 0), release, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).handle_bytes >> 10
     128
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace
-from memest.estimator.allocator.memory_history import Context, Entry, MemoryHistory, settings_entry
+from memest.estimator.allocator.memory_history import Context, Entry, MemoryHistory
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.replay.replay import Player, Replayed, Run
@@ -266,7 +266,7 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     return {
         "segments": recording.segments(list(recording.blocks.values())),
         "device_traces": [list(_trace(recording))],
-        "allocator_settings": settings_entry(DEFAULT),
+        "allocator_settings": DEFAULT.as_in_snapshot(),
         "external_annotations": [  # phases, in the form of `record_function` marks
             {"device": 0, "stage": stage, "name": name, "time_us": time}
             for name, start, stop in _slices(recording)

@@ -69,14 +69,12 @@ class KnownValues:
     # --- store
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value`, a CPU tensor of equal shape, the known value of the meta tensor
-        `tensor`."""
+        """Make `value`, a CPU tensor of equal shape, the known value of a meta `tensor`."""
         self._lost.pop(storage_key(tensor), None)
         self.copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` the known value of the meta tensor `tensor`, if `value` is contiguous and
-        small (`MAX_SHOWN_NUMEL`)."""
+        """Make `value` the known value of a meta `tensor`, if it is contiguous and small."""
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.adopt(tensor, value.detach())
@@ -316,8 +314,7 @@ def _is_view_in_place(func: Any) -> bool:
 
 
 def materialise(values: Any) -> Any:
-    """Return `values` (tensors, nested lists or tuples) with each tensor as an empty meta
-    tensor."""
+    """Return `values` (tensors, nested lists or tuples) with meta tensors in place of tensors."""
     return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 

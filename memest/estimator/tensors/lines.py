@@ -22,30 +22,27 @@ class ScriptLines:
         paths |= {str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[2])}
         self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
         # by identity, with the code kept alive: constants of Dynamo's code can have no hash
-        self._is_users: dict[int, tuple[CodeType, bool]] = {}
-        self._texts: dict[tuple[str, int], str] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        self._names: dict[str, str] = {}
+        self._is_script_by_code: dict[int, tuple[CodeType, bool]] = {}
+        self._texts: dict[tuple[str, int], str] = {}  # by file and line
+        self._places: dict[str, tuple[str, int]] = {}  # file and line by text
+        self._file_by_name: dict[str, str] = {}  # first file with this name, by the name
 
-    def frame(self, frame: FrameType | None = None) -> FrameType | None:
-        """Return the innermost frame of the script, from `frame` outwards (None: from the caller).
-        None if no frame is the script's."""
-        frame = frame or sys._getframe(1)
-        is_users = self._is_users
-        candidate: FrameType | None = frame
-        while candidate is not None:
-            code = candidate.f_code
-            entry = is_users.get(id(code))
+    def script_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Return the innermost frame of the script, from `frame` outwards, or None."""
+        while frame is not None:
+            code = frame.f_code
+            entry = self._is_script_by_code.get(id(code))
             if entry is None:
-                entry = is_users[id(code)] = code, self._look(code, candidate)
-            if entry[1]:
-                return candidate
-            candidate = candidate.f_back
+                entry = self._is_script_by_code[id(code)] = code, self._is_script(frame)
+            _, is_script = entry
+            if is_script:
+                return frame
+            frame = frame.f_back
         return None
 
     def current(self) -> str:
         """Return the running line of the script, such as `train.py:12`; "" if none runs."""
-        frame = self.frame(sys._getframe(1))
+        frame = self.script_frame(sys._getframe(1))
         if frame is None:
             return ""
         location = frame.f_code.co_filename, frame.f_lineno
@@ -59,14 +56,15 @@ class ScriptLines:
         """Return `file:line`, with the folder in front of a package's `__init__.py`, and if another
         file has the same name."""
         name = os.path.basename(file)
-        if self._names.setdefault(name, file) != file or name == "__init__.py":
+        if self._file_by_name.setdefault(name, file) != file or name == "__init__.py":
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
         text = self._texts[file, line] = f"{name}:{line}"
         self._places.setdefault(text, (file, line))
         return text
 
-    def _look(self, code: CodeType, frame: FrameType) -> bool:
-        name = code.co_filename
+    def _is_script(self, frame: FrameType) -> bool:
+        """Return whether the code of `frame` is the script's."""
+        name = frame.f_code.co_filename
         if name == "<string>":  # `python -c`, or generated code
             return bool(frame.f_globals.get("__name__") == "__main__")
         if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):

@@ -27,8 +27,7 @@ class FreeTiming(Enum):
     LATEST = "at the latest moment"
     IMMEDIATE = "immediately"
     IMMEDIATE_IN_STEP_1 = "immediately in the first step, and then at the latest moment"
-    """Immediate in step 1, where the host is slow because it loads kernels.
-    """
+    """Immediate in step 1, where the host is slow because it loads kernels."""
 
     def is_immediate(self, step: int) -> bool:
         """Return whether blocks are freed immediately in `step` (0 is the first)."""
@@ -63,8 +62,7 @@ class Site:
     phase: str
     line: str = ""
     """Line of the user's script, as `train.py:12`; "" if no line is known. During a backward, the
-    line whose forward made the running node.
-    """
+    line whose forward made the running node."""
 
     caller: str = ""  # during a backward, the line that called it, if that is not `line`
 
@@ -112,8 +110,7 @@ class StorageTable:
     unused: list[int] = field(default_factory=list)  # ids of forgotten storages, for reuse
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """Add a storage of `num_bytes`, requested at `site` for the purpose `kind`; return its
-        id."""
+        """Add a storage of `num_bytes`, requested at `site` for purpose `kind`; return its id."""
         if not self.unused:
             self.num_bytes.append(num_bytes)
             self.sites.append(site)

@@ -30,8 +30,7 @@ class TorchRelease:
     cudnn_version: int = 91900
     """Return value of `torch.backends.cudnn.version()` in the wheel of PyPI, by the version of
     `nvidia-cudnn-cu13` that it requires: 9.19.0.56, 9.20.0.48 from 2.12, 9.24.0.43 from 2.14,
-    9.26.0.51 from 2.15.
-    """
+    9.26.0.51 from 2.15."""
 
     shares_cublas_workspace: bool = False
     """cuBLAS and cuBLASLt share one workspace (pytorch/pytorch#175879)."""
@@ -71,7 +70,6 @@ OPERATORS_SINCE = {
 }
 """First release of torch that has the operator, for operators newer than the oldest release."""
 
-
 ENVIRONMENT = "MEMEST_TORCH"
 OLDEST = RELEASES[0].name  # bound of torch in pyproject.toml
 MEASURED = "2.11"  # release with which the runs of validation/ were measured
@@ -89,7 +87,7 @@ def simulated() -> TorchRelease:
     """Return the torch release to simulate: that of the variable `MEMEST_TORCH`, or else the one
     nearest to the installed torch. `PlanError` if the variable has an unknown release."""
     requested = os.environ.get(ENVIRONMENT)
-    return known(requested) if requested else nearest(_installed())
+    return find_release(requested) if requested else nearest_release(_installed())
 
 
 @contextmanager
@@ -100,7 +98,7 @@ def simulating(release: str | None) -> Iterator[None]:
         yield
         return
     previous = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = known(release).name
+    os.environ[ENVIRONMENT] = find_release(release).name
     try:
         yield
     finally:
@@ -110,7 +108,7 @@ def simulating(release: str | None) -> Iterator[None]:
 
 
 @cache
-def known(text: str) -> TorchRelease:
+def find_release(text: str) -> TorchRelease:
     """Return the release of torch version `text` (`2.11.0+cu130`); `PlanError` if it is unknown."""
     for release in RELEASES:
         if release.version == _numbers(text):
@@ -122,14 +120,14 @@ def known(text: str) -> TorchRelease:
 
 
 @cache
-def nearest(text: str) -> TorchRelease:
+def nearest_release(text: str) -> TorchRelease:
     """Return the newest known release up to torch version `text`, or the oldest if all are newer.
 
-    >>> nearest("2.14.1+cu130").name, nearest("3.0").name, nearest("2.9").name
-    ('2.14', '2.15', '2.9')
+    >>> [nearest_release(text).name for text in ("2.14.1+cu130", "3.0", "2.9")]
+    ['2.14', '2.15', '2.9']
     """
-    numbers = _numbers(text) or RELEASES[-1].version
-    return next((r for r in reversed(RELEASES) if r.version <= numbers), RELEASES[0])
+    version = _version(text)
+    return next((r for r in reversed(RELEASES) if r.version <= version), RELEASES[0])
 
 
 def is_newer(text: str) -> bool:
@@ -138,12 +136,12 @@ def is_newer(text: str) -> bool:
     >>> is_newer("2.15.0"), is_newer("2.16.0")
     (False, True)
     """
-    return (_numbers(text) or (0, 0)) > RELEASES[-1].version
+    return _version(text) > RELEASES[-1].version
 
 
 def check_torch() -> None:
     """Raise a `PlanError` if the installed torch is older than the oldest supported release."""
-    if (_numbers(_installed()) or RELEASES[0].version) < RELEASES[0].version:
+    if _version(_installed()) < RELEASES[0].version:
         raise PlanError(
             f"torch {_installed()} is installed; memest needs {OLDEST} or newer",
             hint=f"pip install 'torch>={OLDEST}'",
@@ -155,7 +153,7 @@ def returns_large_numbers() -> bool:
 
     Before torch 2.9 C++ converts the number to `int64_t` (pytorch/pytorch#160102).
     """
-    return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 9)
+    return _version(_installed()) >= (2, 9)
 
 
 def makes_subclasses_under_modes() -> bool:
@@ -164,7 +162,7 @@ def makes_subclasses_under_modes() -> bool:
     Before torch 2.6 `as_subclass` refuses a tensor that a mode returns (`THPVariable_NewWithVar`,
     torch/csrc/autograd/python_variable.cpp).
     """
-    return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 6)
+    return _version(_installed()) >= (2, 6)
 
 
 def allows_tf32(operation: str) -> bool:
@@ -233,5 +231,10 @@ def _installed() -> str:
 
 
 def _numbers(text: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return None if match is None else (int(match[1]), int(match[2]))
+    match = re.match(r"(?P<major>\d+)\.(?P<minor>\d+)", text)
+    return None if match is None else (int(match["major"]), int(match["minor"]))
+
+
+def _version(text: str) -> tuple[int, int]:
+    """Return (major, minor) of torch version `text`; of the newest release if it has no numbers."""
+    return _numbers(text) or RELEASES[-1].version

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memest
-from memest.estimator.gpu.memory import PER_STORAGE, GarbagePace
+from memest.estimator.gpu.memory import OBJECTS_PER_STORAGE, GarbagePace
 
 pytestmark = pytest.mark.usefixtures("usual_thresholds")
 
@@ -95,18 +95,18 @@ def test_a_storage_has_so_many_objects() -> None:
         finally:
             gc.enable()
 
-    assert made // 200 == 1 + PER_STORAGE  # and the tensor itself
+    assert made // 200 == 1 + OBJECTS_PER_STORAGE  # and the tensor itself
 
 
 def test_the_threshold_moves_by_the_recorder_s_own_objects(pace: GarbagePace) -> None:
-    pace.made(5 * PER_STORAGE)
-    pace.made(-2 * PER_STORAGE)
+    pace.add_objects(5 * OBJECTS_PER_STORAGE)
+    pace.add_objects(-2 * OBJECTS_PER_STORAGE)
 
-    assert gc.get_threshold() == (700 + 3 * PER_STORAGE, 10, 10)
+    assert gc.get_threshold() == (700 + 3 * OBJECTS_PER_STORAGE, 10, 10)
 
 
 def test_after_a_look_it_is_as_before(pace: GarbagePace) -> None:
-    pace.made(100)
+    pace.add_objects(100)
 
     gc.collect(0)
 
@@ -114,10 +114,10 @@ def test_after_a_look_it_is_as_before(pace: GarbagePace) -> None:
 
 
 def test_a_script_s_own_threshold_counts(pace: GarbagePace) -> None:
-    pace.made(100)
+    pace.add_objects(100)
     gc.set_threshold(50, 5, 5)
 
-    pace.made(3)
+    pace.add_objects(3)
 
     assert gc.get_threshold() == (53, 5, 5)
 
@@ -125,6 +125,6 @@ def test_a_script_s_own_threshold_counts(pace: GarbagePace) -> None:
 def test_a_script_that_switches_it_off_keeps_it_off(pace: GarbagePace) -> None:
     gc.set_threshold(0, 10, 10)
 
-    pace.made(10)
+    pace.add_objects(10)
 
     assert gc.get_threshold()[0] == 0

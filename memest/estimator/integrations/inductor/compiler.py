@@ -1,4 +1,9 @@
-"""Inductor without a GPU: its graphs are on `cuda`, and no pass runs a kernel."""
+"""Inductor without a GPU: its graphs are on `cuda`, and no pass runs a kernel.
+
+Fake tensors are on `cuda` in Python and on `meta` in C++. Without a GPU, C++ refuses autograd for
+tensors on `cuda`: `InputMetadata` reads the current stream. Operators above autograd take CUDA's
+decisions (`ops/autograd_ops.py`).
+"""
 
 import copy
 import importlib
@@ -37,15 +42,9 @@ from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META, storage_k
 from memest.estimator.versions import allows_tf32, simulated
 from memest.units import round_up
 
-# Fake tensors that are on `cuda` in Python and on `meta` in C++.
-#
-# Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-# stream. Operators above autograd take CUDA's decisions (`ops/autograd_ops.py`).
-
 _DEVICE = torch.ops.prim.device.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
-_LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta_registrations.py)
 
 
 def install_fakes(patches: Patches) -> None:
@@ -53,7 +52,7 @@ def install_fakes(patches: Patches) -> None:
     from torch._subclasses import fake_tensor
 
     kind: Any = fake_tensor.FakeTensor
-    make, dispatch = kind.__new__, kind.__torch_dispatch__.__func__
+    make, dispatch = kind.__new__, kind.__torch_dispatch__.__func__  # originals
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
 
     def new(cls: Any, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +85,7 @@ def install_fakes(patches: Patches) -> None:
     no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
     patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
     patches.set_item(handlers, _DEVICE, device_in_c)
-    from torch._subclasses.fake_impls import op_implementations_dict
-
-    patches.set_item(op_implementations_dict, _ENCODER_LAYER, encoder_layer_like)
-    _lay_out_attention(patches)
+    _install_op_rules(patches)
 
 
 def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) -> Tensor:
@@ -98,15 +94,16 @@ def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) ->
         return torch.empty_like(source)
 
 
-def _lay_out_attention(patches: Patches) -> None:
-    """Give outputs of cuDNN's attention the strides of torch 2.8 and later. It does so if such a
-    release is simulated with an older installed torch."""
+def _install_op_rules(patches: Patches) -> None:
+    """Add the fake result of the encoder layer. Give outputs of cuDNN's attention the strides of
+    the query, as torch 2.8 and later do, if such a release is simulated with an older one."""
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
 
+    patches.set_item(op_implementations_dict, _ENCODER_LAYER, encoder_layer_like)
     meta_kernel = _meta_registrations.meta__scaled_dot_product_cudnn_attention
     is_older = "alloc_with_matching_layout" not in meta_kernel.__code__.co_names
-    if is_older and simulated().version >= _LAID_OUT:
+    if is_older and simulated().version >= (2, 8):
         patches.set_item(op_implementations_dict, _ATTENTION, attention_as_on_cuda)
 
 
@@ -122,9 +119,6 @@ def _in_c(device: torch.device) -> torch.device:
 
 
 aten = torch.ops.aten
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_AUTOGRAD_META = torch._C.DispatchKey.AutogradMeta
 
 EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more temporaries: {why}"
 
@@ -177,10 +171,11 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
         The function `resolve`, torch's own, decides in all cases but one. In that case, `key` is
         AutogradMeta, C++ decomposes `op`, and `op` has no meta kernel. Then return
         CompositeImplicitAutograd, the key of the decomposition."""
-        if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
-            name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
-            if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
-                return _COMPOSITE
+        keys = torch._C.DispatchKey
+        if key == keys.AutogradMeta and isinstance(op, _ops.OpOverload):  # others call operators
+            has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, op._name)
+            if has_kernel("CompositeImplicitAutograd") and not has_kernel("Meta"):
+                return keys.CompositeImplicitAutograd
         return resolve(op, key)
 
     @patches.wrap(compile_fx, "_recursive_joint_graph_passes")
@@ -288,8 +283,8 @@ def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
         return map_arg(value, lambda node: _Name(node.name))
 
     nodes = {n.name: (n.op, n.target, named(n.args), named(n.kwargs)) for n in graph.graph.nodes}
-    inputs = [name for name, node in nodes.items() if node[0] == "placeholder"]
-    results = next(args[0] for op, _, args, _ in nodes.values() if op == "output")
+    inputs = [name for name, (op, *_) in nodes.items() if op == "placeholder"]
+    ((results,),) = (args for op, _, args, _ in nodes.values() if op == "output")
 
     def decorate(call: Any) -> Any:
         def call_and_store(arguments: Any) -> Any:
@@ -305,7 +300,8 @@ def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
                     errors = (ValueUnknown, NotImplementedError, RuntimeError)
                     with suppress(*errors), _disable_current_modes():
                         values.adopt_like(tensor, _value(values, nodes, node_values, name))
-                        values.guessed.update([storage_key(tensor)] * is_guessed)
+                        if is_guessed:
+                            values.guessed.add(storage_key(tensor))
             return outputs
 
         return call_and_store
@@ -350,7 +346,9 @@ class _OnHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        return func(*args, **(kwargs | {"device": CPU} if "device" in kwargs else kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
 
 
 def place_on_gpu(graph: Any) -> None:
@@ -391,14 +389,14 @@ def why(error: Exception) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
     cause_line = next((line for line in lines if ": got " in line), lines[0])
-    return f"{type(error).__name__}: {cause_line.rpartition(': got ')[2][:200]}"
+    _, _, cause = cause_line.rpartition(": got ")  # `X: got Y`, of errors of fake tensors
+    return f"{type(error).__name__}: {cause[:200]}"
 
 
 class Kernel:
     """Triton kernel that Inductor has generated as Python `source`; a run computes no values.
 
     The first run times several launch configs (`benchmark_gpu`, `bench` of `CachingAutotuner`).
-    That needs copies of the tensors that the kernel writes, and an array as large as the L2 cache.
     The fastest config is cached by the source (autotune_cache.py), for graphs compiled later.
     """
 
@@ -409,16 +407,15 @@ class Kernel:
         # the fastest launch is unknown: assume the first config
         configs = declaration.configs[:1] if source in mode.timed else declaration.configs
         try:
-            self._num_ways = len(timed_configs(declaration, configs, mode.gpu))
-        except Exception as error:
-            self._num_ways = len(configs)
+            self._num_configs_to_time = len(timed_configs(declaration, configs, mode.gpu))
+        except Exception as error:  # of Triton, which compiles the kernel to count registers
+            self._num_configs_to_time = len(configs)
             note = "`torch.compile`: smaller blocks of reductions are not timed"
             mode.notes.add(f"{note}: {why(error)}")
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Record a launch. The first run also allocates as Inductor's timing of configs does. It
-        copies the tensors that the kernel writes, and makes a buffer that clears the L2 cache."""
+        """Record a launch. The first run also allocates what the timing of configs allocates."""
         tensors = [value for value in args if isinstance(value, Tensor)]
         pairs = zip(tensors, self._declared.names, strict=False)
         updated = [tensor for tensor, name in pairs if name.startswith("in_out")]
@@ -426,25 +423,31 @@ class Kernel:
         outputs = [tensors[i] for i in self._declared.changes if i < len(tensors)]
         for tensor in outputs:
             self._mode.values.drop(storage_key(tensor))
-        num_ways, self._num_ways = self._num_ways, 1
-        if num_ways < 2:
-            return
-        self._mode.timed[self._source] = True
+        num_configs = self._num_configs_to_time
+        self._num_configs_to_time = 0  # Inductor then launches the fastest one
+        if num_configs > 1:
+            self._mode.timed[self._source] = True
+            for _ in range(num_configs):
+                self._time_config(outputs)
+
+    def _time_config(self, outputs: list[Tensor]) -> None:
+        """Allocate as the timing of one config does: each call copies `outputs`, which it writes.
+        `benchmark_gpu` calls the kernel once, makes a buffer that clears the L2 cache, and calls
+        the kernel again, several times, before it frees the buffer."""
+        budget = float(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        if not self._declared.saves_memory:
+            budget = math.inf
+        sources = []
+        for tensor in outputs:  # others are copied to the host
+            if tensor.nbytes <= budget:
+                sources.append(tensor)
+                budget -= tensor.nbytes
+        copies = [tensor.clone() for tensor in sources]
+        del copies
         cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        for _ in range(num_ways):
-            budget = float(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
-            if not self._declared.saves_memory:
-                budget = math.inf
-            sources = []
-            for tensor in outputs:  # others are copied to the host
-                if tensor.nbytes <= budget:
-                    sources.append(tensor)
-                    budget -= tensor.nbytes
-            copies = [tensor.clone() for tensor in sources]
-            del copies
-            l2_buffer = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
-            copies = [tensor.clone() for tensor in sources]
-            del copies, l2_buffer
+        l2_buffer = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
+        copies = [tensor.clone() for tensor in sources]
+        del copies, l2_buffer
 
 
 @dataclass(slots=True)
@@ -523,7 +526,7 @@ def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
-            blocks = {name: size for name, size in config.kwargs.items() if name.startswith("R")}
+            blocks = reduction_blocks(config)
             largest = max(blocks, key=lambda name: blocks[name])
             smaller = copy.copy(config)
             smaller.kwargs = config.kwargs | {largest: blocks[largest] // 2}
@@ -541,12 +544,20 @@ def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
     device: Any = torch.cuda.get_device_properties(0)
     registers, num_sms = device.regs_per_multiprocessor, device.multi_processor_count
     blocks = -(-kernel.size_hints["x"] // config.kwargs.get("XBLOCK", 1))
-    reduction_size = math.prod(size for name, size in config.kwargs.items() if name.startswith("R"))
+    reduction_size = math.prod(reduction_blocks(config).values())
     if reduction_size <= 64 or blocks <= num_sms or not meta.get("dynamic_scale_rblock", True):
         return False
+    # the source is `_dynamic_scale_rblock` (triton_heuristics.py), as is the bound of 64
     per_thread = num_registers(kernel, config, gpu)
-    resident = max(registers // max(per_thread * 32 * config.num_warps, 1), 1) * num_sms
-    return per_thread > registers // device.max_threads_per_multi_processor and blocks > resident
+    per_block = per_thread * 32 * config.num_warps
+    resident_blocks = max(registers // max(per_block, 1), 1) * num_sms
+    has_low_occupancy = per_thread > registers // device.max_threads_per_multi_processor
+    return has_low_occupancy and blocks > resident_blocks
+
+
+def reduction_blocks(config: Any) -> dict[str, int]:
+    """Return {name: elements} of the blocks of `config` along dimensions that are reduced."""
+    return {name: size for name, size in config.kwargs.items() if name.startswith("R")}
 
 
 def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
@@ -572,17 +583,20 @@ def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
 
 
 def _registers_of(cubin: bytes) -> int:
-    """Return the registers per thread of compiled code: `EIATTR_REGCOUNT` in its `.nv.info`."""
-    (start,) = unpack_from("<Q", cubin, 0x28)
-    size, count, names = unpack_from("<HHH", cubin, 0x3A)
-    sections = [unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
-    for name, *_, offset, num_bytes in sections:
-        if cubin[sections[names][4] + name :].startswith(b".nv.info\0"):
+    """Return the registers per thread of compiled code, an ELF file: `EIATTR_REGCOUNT` (0x2F) in
+    its section `.nv.info`. Entries of kind 4 (`EIFMT_SVAL`) have a value of `length` bytes."""
+    (start,) = unpack_from("<Q", cubin, 0x28)  # `e_shoff`
+    header_bytes, count, names_index = unpack_from("<HHH", cubin, 0x3A)
+    sections = [unpack_from("<IIQQQQ", cubin, start + i * header_bytes) for i in range(count)]
+    *_, names_at, _ = sections[names_index]
+    for name_offset, *_, offset, num_bytes in sections:
+        if cubin[names_at + name_offset :].startswith(b".nv.info\0"):
             end = offset + num_bytes
             while offset < end:
                 kind, attribute, length = unpack_from("<BBH", cubin, offset)
                 if (kind, attribute) == (4, 0x2F):
-                    return int(unpack_from("<II", cubin, offset + 4)[1])
+                    _, num_registers_per_thread = unpack_from("<II", cubin, offset + 4)
+                    return int(num_registers_per_thread)
                 offset += 4 + (length if kind == 4 else 0)
     raise NotSimulated("the machine code of a kernel does not name its registers", hint="")
 
@@ -618,12 +632,6 @@ def _load(source: str) -> None:
         del linecache.cache[file]
 
 
-# Padded matrix products: what Inductor decides by timing on a GPU.
-#
-# `pad_mm.py` of Inductor pads matrices whose sides are no multiples of 8 (16-bit) or 4 (32-bit) if
-# the padded product is faster. The timing runs on the virtual GPU, so its memory is counted;
-# `is_faster_padded` estimates its result.
-
 # Measured on an H100 80GB (torch 2.11): 368 products in tests/data/padded-products-h100.json.
 # They are shares of the peak rate for 16-bit types and of the memory bandwidth (data sheet).
 _ALIGNED = 0.7
@@ -645,7 +653,9 @@ def is_estimated() -> bool:
 
 
 def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
-    """Make Inductor pad matrix products where `is_faster_padded` estimates a gain."""
+    """Make Inductor pad matrix products where `is_faster_padded` estimates a gain. `pad_mm.py` of
+    Inductor pads matrices whose sides are no multiples of 8 (16-bit) or 4 (32-bit) if it times the
+    padded product as faster. The timing runs on the virtual GPU, so its memory is counted."""
     from torch._inductor import utils
     from torch._inductor.fx_passes import pad_mm
     from torch.fx.experimental.proxy_tensor import unset_fake_temporarily  # type: ignore[attr-defined]
@@ -657,8 +667,9 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
     decisions: list[bool] = []
 
     def decide(match: Any, mat1: Any, mat2: Any, op: Any, input: Any = None) -> bool:
-        is_free = [pad_mm.should_exclude_padding_time(match, name) for name in ("mat1", "mat2")]
-        decisions.append(is_faster_padded(gpu, mat1, mat2, is_free))
+        is_free = pad_mm.should_exclude_padding_time
+        are_free = is_free(match, "mat1"), is_free(match, "mat2")
+        decisions.append(is_faster_padded(gpu, mat1, mat2, are_free))
         try:
             return bool(should_pad(match, mat1, mat2, op, input))
         finally:
@@ -669,35 +680,36 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
         with unset_fake_temporarily(), mode:
             yield
 
-    def faster(key: str, *times: float) -> bool:
+    def is_padded_faster(key: str, *times: float) -> bool:
         timed[key] = decisions[-1]
-        return decisions[-1]
+        return timed[key]
+
+    def set_value(key: str, *, value: bool) -> None:
+        timed[key] = value
 
     # replaces Inductor's cache on disk: a run is simulated as the first on its machine
     timed = mode.timed
-    cache = SimpleNamespace(
-        lookup=timed.get, set_value=lambda key, *, value: timed.update({key: value})
-    )
+    cache = SimpleNamespace(lookup=timed.get, set_value=set_value)
     patches.set(pad_mm, "_should_pad", decide)
-    patches.set(pad_mm, "is_padded_faster", faster)
+    patches.set(pad_mm, "is_padded_faster", is_padded_faster)
     patches.set(pad_mm, "no_dispatch", on_gpu)
     patches.set(pad_mm, "get_pad_cache", lambda: cache)
     patches.set(utils, "get_device_tflops", lambda dtype: _peak_flops(gpu, dtype) / 1e12)
     patches.set(utils, "get_gpu_dram_gbps", lambda: gpu.memory_gb_s)
 
 
-def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) -> bool:
+def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, are_free: tuple[bool, bool]) -> bool:
     """Return whether padding `mat1` and `mat2` makes their product faster by Inductor's margin.
 
     A product takes operations / (share * peak rate); the share depends on how leading dimensions
-    are aligned. A padded copy takes bytes read and written / (share * bandwidth). `is_free[i]` is
-    True if Inductor does not time the copy of that matrix. In float32 without TF32, padding only
+    are aligned. A padded copy takes bytes read and written / (share * bandwidth). `are_free` has
+    True for a matrix whose copy Inductor does not time. In float32 without TF32, padding only
     adds copies: kernels need no alignment.
     """
     dtype = mat1.dtype
     if dtype is torch.float32 and not allows_tf32("matmul"):
         return False
-    align = 16 // dtype.itemsize
+    align = 16 // dtype.itemsize  # elements of 16 bytes, as `get_alignment_size`
     num_products = _hint(mat1.shape[0]) if mat1.dim() == 3 else 1
     m, k = (_hint(side) for side in mat1.shape[-2:])
     n = _hint(mat2.shape[-1])
@@ -710,21 +722,26 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
         old_rows, old_columns = (_hint(side) for side in matrix.shape[-2:])
         if (rows, columns) == (old_rows, old_columns):
             return 0.0
-        share = _COLUMNS_APPENDED if columns > old_columns else _ROWS_APPENDED
         if _hint(matrix.stride(-1)) != 1:
             share = _TRANSPOSED
+        else:
+            share = _COLUMNS_APPENDED if columns > old_columns else _ROWS_APPENDED
         num_bytes: int = 2 * num_products * old_rows * old_columns * dtype.itemsize
         return _LAUNCH_S + num_bytes / (share * gpu.memory_gb_s * 1e9)
 
-    inputs = min(_alignment(_leading(matrix), align) for matrix in (mat1, mat2))
-    output = _alignment(n, align)
-    share = _ALIGNED if min(inputs, output) == align else _EVEN
-    if inputs == 1 or output == 1:
-        share = _ODD_INPUT if inputs == 1 else _ODD_OUTPUT
+    input_alignment = min(_alignment(_leading(matrix), align) for matrix in (mat1, mat2))
+    output_alignment = _alignment(n, align)
+    if input_alignment == 1:
+        share = _ODD_INPUT
+    elif output_alignment == 1:
+        share = _ODD_OUTPUT
+    else:
+        share = _ALIGNED if min(input_alignment, output_alignment) == align else _EVEN
     padded_s = product_s(2 * padded_m * padded_k * padded_n, _ALIGNED)
-    if not is_free[0]:
+    is_mat1_free, is_mat2_free = are_free
+    if not is_mat1_free:
         padded_s += copy_s(mat1, padded_m, padded_k)
-    if not is_free[1]:
+    if not is_mat2_free:
         padded_s += copy_s(mat2, padded_k, padded_n)
     return product_s(2 * m * k * n, share) > _MARGIN * padded_s
 

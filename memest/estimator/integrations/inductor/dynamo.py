@@ -10,14 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.integrations.inductor.compiler import (
-    EAGERLY,
-    NotSimulated,
-    as_the_compiler,
-    is_estimated,
-    place_on_gpu,
-    why,
-)
+from memest.estimator.integrations.inductor import compiler
 from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.torch_api.cuda.driver import DeviceProperties
@@ -36,11 +29,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         manager = dynamo.guards.CheckFunctionManager
         patches.within(manager, "__init__", lambda *_: modules.with_hooks())
         patches.within(manager, "__init__", lambda *_: mode)
-        patches.on_undo(dynamo.reset)
+        patches.on_undo(dynamo.reset)  # frames that this run compiled call its replacements
         _install_functions(patches, dynamo)
-        states = dynamo.variables.optimizer.OptimizerVariable  # made while a step is traced
-        patches.within(
-            states, "call_method",
+        patches.within(  # to trace a step, Dynamo runs `_init_group`, which makes the states
+            dynamo.variables.optimizer.OptimizerVariable, "call_method",
             lambda self, tx, name, *_: mode if name == "_init_group" else nullcontext(),
         )  # fmt: skip
         _install_device(patches, dynamo.device_interface)
@@ -71,10 +63,10 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
             return create(*args)
         hooks, fakes = mode.attribution.modules.without_hooks(), FakeTensorMode()
         example_grad = torch.empty((), device="cuda")  # torch's own is not a fake tensor
-        with _disable_current_modes(), as_the_compiler(mode), hooks, fakes:
+        with _disable_current_modes(), compiler.as_the_compiler(mode), hooks, fakes:
             forward, joint = create(*args)
         del example_grad
-        place_on_gpu(joint)
+        compiler.place_on_gpu(joint)
         return forward, joint
 
 
@@ -85,7 +77,7 @@ def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     @patches.wrap(instance, "begin_capture")
     def begin(capture: Any, self: Any, *args: Any) -> Any:
         hooks = mode.attribution.modules.without_hooks()
-        for context in (_disable_current_modes(), as_the_compiler(mode), hooks):
+        for context in (_disable_current_modes(), compiler.as_the_compiler(mode), hooks):
             self.stack.enter_context(context)
         return capture(self, *args)
 
@@ -98,7 +90,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     convert_frame = dynamo.convert_frame
     # DDPOptimizer compiles a frame under the script's modes
     patches.within(convert_frame, "_compile", lambda *_: mode.attribution.modules.without_hooks())
-    patches.within(convert_frame, "_compile", lambda *_: as_the_compiler(mode))
+    patches.within(convert_frame, "_compile", lambda *_: compiler.as_the_compiler(mode))
     patches.within(convert_frame, "_compile", lambda *_: _disable_current_modes())
 
     @patches.wrap(convert_frame, "_compile")
@@ -110,12 +102,13 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
             if _is_of_dynamo(error):
                 raise
             name = getattr(code, "co_qualname", code.co_name)
-            mode.guesses.warn(EAGERLY.format(name=name, why=why(error)))
+            mode.guesses.warn(compiler.EAGERLY.format(name=name, why=compiler.why(error)))
             if not isinstance(error, exc.BackendCompilerFailed):
                 return getattr(convert_frame, "ConvertFrameReturn", constant(None))()
-            args = *args[:4], lambda graph, inputs: graph.forward, *args[5:]  # the eager backend
+            # again with the eager backend, the fifth argument of `_compile`
+            args = *args[:4], lambda graph, inputs: graph.forward, *args[5:]
             return compile_code(code, *args, **kwargs)
-        padding = "estimated" if is_estimated() else "left out"
+        padding = "estimated" if compiler.is_estimated() else "left out"
         mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=padding))
         return result
 
@@ -129,40 +122,41 @@ def _is_of_dynamo(error: Exception) -> bool:
 
     if isinstance(error, exc.BackendCompilerFailed):
         return error.backend_name != "inductor"
-    sim_errors = (exc.InternalTorchDynamoError, exc.TorchRuntimeError, NotSimulated)
+    sim_errors = (exc.InternalTorchDynamoError, exc.TorchRuntimeError, compiler.NotSimulated)
     return not isinstance(error, sim_errors)
 
 
 def _install_functions(patches: Patches, dynamo: Any) -> None:
     """Make Dynamo trace memest's replacements of torch functions as the originals."""
     rules, functions = dynamo.trace_rules, dynamo.variables.torch
-    builders = dynamo.variables.builder
-    builder, sourceless = builders.VariableBuilder, builders.SourcelessBuilder
-    constants, clear = functions.constant_fold_functions, rules.clear_lru_cache
+    builder = dynamo.variables.builder.VariableBuilder
+    sourceless_builder = dynamo.variables.builder.SourcelessBuilder
+    # functions that Dynamo calls while it traces, such as `torch.cuda.is_available`
+    foldable_functions = functions.constant_fold_functions
     originals = patches.originals()
-    foldable = [replacement for replacement, original in originals.items() if original in constants]
+    foldable = [new for new, original in originals.items() if original in foldable_functions]
     for replacement in foldable:
         del originals[replacement]
-        patches.set_item(constants, replacement, None)
-    make_table = rules.get_torch_obj_rule_map
+        patches.set_item(foldable_functions, replacement, None)
+    make_table, clear_caches = rules.get_torch_obj_rule_map, rules.clear_lru_cache
 
     @cache
     def table() -> dict[Any, Any]:
         """Return {torch function: Dynamo's class of variables for it}, made without the patches."""
         with patches.suspended():
-            clear()
+            clear_caches()
             classes: dict[Any, Any] = make_table()
-            rules.get_tensor_method()
+            rules.get_tensor_method()  # this and the next fill caches
             functions.TorchInGraphFunctionVariable._get_handlers()
         classes.update(dict.fromkeys(foldable, functions.TorchInGraphFunctionVariable))
         return classes
 
     patches.set(rules, "get_torch_obj_rule_map", table)
-    patches.on_undo(clear)
+    patches.on_undo(clear_caches)
     dynamo.utils.common_constant_types.add(DeviceProperties)
     if not any("memest" in folder for folder in rules.SKIP_DIRS):
         rules.add("memest")
-    wrap, create = builder._wrap, sourceless.create
+    wrap, create = builder._wrap, sourceless_builder.create
 
     def original(value: Any) -> Any:
         with suppress(Exception):  # it has no hash, or is under construction
@@ -170,7 +164,8 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
         return value
 
     patches.set(builder, "_wrap", lambda self, value: wrap(self, original(value)))
-    patches.set(sourceless, "create", staticmethod(lambda tx, value: create(tx, original(value))))
+    create_original = staticmethod(lambda tx, value: create(tx, original(value)))
+    patches.set(sourceless_builder, "create", create_original)
 
 
 def _install_device(patches: Patches, module: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memest.estimator.allocator.memory_history import POOL, Context, MemoryHistory, settings_entry
+from memest.estimator.allocator.memory_history import DEFAULT_POOL_ID, Context, MemoryHistory
 from memest.estimator.allocator.settings import changed_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.gpu.mode import CudaSimMode
@@ -250,7 +250,7 @@ class _Recordings(_Replacements):
         )  # fmt: skip
         history.metadata = self._metadata
         if previous is not None:
-            history.continues(previous, keeps_entries=not clear_history)
+            history.continue_from(previous, keeps_entries=not clear_history)
         self._allocator.history = history
 
     def record_memory_history_legacy(
@@ -293,15 +293,15 @@ class _Recordings(_Replacements):
         has_trace = options is None or len(options) < 3 or options[2]
         trace = history.trace() if history is not None and has_trace else []
         segments = self._allocator.described_segments(list(self._memory.blocks.values()))
-        pool = tuple(options or POOL)[:2]
-        if pool != POOL:
+        pool = tuple(options or DEFAULT_POOL_ID)[:2]
+        if pool != DEFAULT_POOL_ID:
             segments = [segment for segment in segments if segment["segment_pool_id"] == pool]
         if history is not None:
             history.snapshot_taken(sum(segment["active_size"] for segment in segments))
         return {
             "segments": segments,
             "device_traces": [trace],
-            "allocator_settings": settings_entry(self._allocator.settings),
+            "allocator_settings": self._allocator.settings.as_in_snapshot(),
             "external_annotations": [],
         }
 
