@@ -32,15 +32,10 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import encoder, recurrent, sparse
 from memest.estimator.ops.autograd_ops import CASTS, decisions_of, follow_autocast
 from memest.estimator.ops.registry import Args, Kwargs, Op
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import (
-    GPU,
-    host_storages,
-    install_layouts,
-    local_part,
-    tensors_in,
-)
+from memest.estimator.tensors.placement import GPU, local_part, tensors_in
 from memest.estimator.torch_api import saved_hooks
 from memest.estimator.torch_api.attributes import constructors, host_values, moves
 from memest.estimator.torch_api.cuda import driver, graphs, memory, nvml, streams
@@ -99,7 +94,7 @@ class VirtualGpu:
         )
         if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
             self.allocator.allowed_bytes = limit_bytes
-        self.allocator.use_late(lambda: self._settings(settings))
+        self.allocator.use_late(lambda: self._read_settings(settings))
         lines = lines or ScriptLines(roots)
         self.guesses = Guesses(is_strict, lines.current)
         self.guesses.loops = branches.WaitingLoops(lambda: self.allocator.total_bytes)
@@ -112,7 +107,7 @@ class VirtualGpu:
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 
-    def _settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
+    def _read_settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
         settings = settings_from(os.environ) if given is None else given
         if settings.memory_fraction < 1:
             limit = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
@@ -165,7 +160,7 @@ class VirtualGpu:
         ):  # fmt: skip
             module.install(patches, mode)
         follow_autocast(patches)
-        install_layouts(patches, mode.attribution.lines.current)
+        placement.install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
         branches.install(patches, mode.notes)
@@ -188,8 +183,8 @@ class VirtualGpu:
         self._stack.enter_context(self.in_this_thread())
         mode.memory.pace.start()
 
-    def __exit__(self, *exception: Any) -> None:
-        if exception[0] is None and self._own_steps.has_written:
+    def __exit__(self, exception_type: Any, *exception: Any) -> None:
+        if exception_type is None and self._own_steps.has_written:
             self.max_steps = None  # the script ends with this step
             self._count_own_step()
         self.mode.memory.settle()
@@ -207,7 +202,7 @@ class VirtualGpu:
         finally:  # resetting torch's compiler raises if warnings are errors
             self.mode.memory.pace.stop()
             self.mode.is_off = True
-            host_storages.clear()
+            placement.host_storages.clear()
             CASTS.clear()
             GPU.device, GPU.num_visible = torch.device("cuda", 0), 1
             VirtualGpu._active = None
@@ -234,7 +229,8 @@ class VirtualGpu:
                 mode.attribution.label_model(model)
             self._own_steps.end()
             if optimizers and model.training and torch.is_grad_enabled():
-                optimizer = optimizers.pop(threading.get_ident(), lambda: None)()
+                reference = optimizers.pop(threading.get_ident(), None)
+                optimizer = None if reference is None else reference()
                 grads = [] if optimizer is None else _grads_of(optimizer)
                 if any(mode.memory.id_of(grad) is not None for grad in grads):
                     mode.notes.add(GRADS_LIVE_ON)
@@ -431,8 +427,9 @@ class DeviceThread:
         `_engine_run_backward`. Renumber the autograd nodes made during it; call `at_end`."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
+        grad_outputs, _retains_graph, creates_graph, *_ = args
         if self._is_mixed:
-            self._renumber([*outputs, *args[0]], RENUMBERED)
+            self._renumber([*outputs, *grad_outputs], RENUMBERED)
         self._is_running = True
         first_number = _next_number()
         try:
@@ -449,7 +446,7 @@ class DeviceThread:
             self._is_running = False
             last_number = _next_number()
         if last_number > first_number:
-            if args[2]:
+            if creates_graph:
                 self._is_mixed = True
                 accumulates = kwargs["accumulate_grad"]
                 new_grads = [leaf.grad for leaf in _leaf_tensors(outputs)] if accumulates else grads

@@ -62,8 +62,9 @@ def assemble(
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)
     if plan.uses_adapters:
-        is_every = plan.lora_target_modules == (ALL_LINEAR,)
-        targets = ALL_LINEAR if is_every else plan.lora_target_modules or lora_targets(model)
+        targets: Any = plan.lora_target_modules or lora_targets(model)
+        if targets == (ALL_LINEAR,):
+            targets = ALL_LINEAR  # which peft expects as text
         model = apply_lora(model, plan, targets)
     if plan.freeze:
         build.freeze(model, plan.freeze)

@@ -155,10 +155,12 @@ def _instantiate(
         module.tie_weights()
         return module.to(device)
     except ImportError as error:
+        hint = "install it, or choose a model of another family"
+        if attention == FLASH_ATTENTION_2:
+            hint += ", or leave `attn_implementation` out"
         raise UnsupportedError(
             f"`{cls.__name__}` needs a package that is not installed: {error_text(error)}",
-            hint="install it, or choose a model of another family"
-            + ", or leave `attn_implementation` out" * (attention == FLASH_ATTENTION_2),
+            hint=hint,
         ) from error
     except Exception as error:  # a class may raise any error for incompatible sizes
         if "does not support Flash Attention" in str(error):

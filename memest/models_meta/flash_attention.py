@@ -211,14 +211,16 @@ def _attend(
     parts = () if packed is None else packed.unbind(-3)
     inputs = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
     _check_call(inputs, options)
-    cu_seqlens = texts[:2] or None
-    longest = (int(texts[2]), int(texts[3])) if texts else (inputs[0].shape[1], inputs[1].shape[1])
-    is_windowed = any(0 <= n < longest[1] for n in options.window_size)
-    is_windowed = is_windowed or (options.causal and longest[0] > 1)
+    cu_seqlens: Any = None
+    max_queries, max_keys = inputs[0].shape[1], inputs[1].shape[1]
+    if texts:
+        *cu_seqlens, max_queries, max_keys = texts
+    is_windowed = any(0 <= size < max_keys for size in options.window_size)
+    is_windowed = is_windowed or (options.causal and max_queries > 1)
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, packed, cu_seqlens, longest, options.dropout_p, is_windowed,
-        options.deterministic, needs_grad,
+        query, key, value, packed, cu_seqlens, (int(max_queries), int(max_keys)),
+        options.dropout_p, is_windowed, options.deterministic, needs_grad,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
     pretrained = config.pretrained
     text = getattr(pretrained, "get_text_config", lambda: pretrained)()
     h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
-    is_other = (
+    is_unsupported = (
         text is not pretrained
         or getattr(pretrained, "is_encoder_decoder", False)
         or any(_first(text, (name,)) for name in _EXPERTS)
@@ -46,7 +46,7 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
         or getattr(text, "vocab_size", None) is None
     )
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if is_other or not stacks or h is None or a is None:
+    if is_unsupported or not stacks or h is None or a is None:
         return None
     layer = max(stacks, key=len)[0]
     f = _first(text, _MLP_WIDTHS) or 4 * h

@@ -57,11 +57,6 @@ def _check_value(row: Key, value: Any) -> None:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=row.bounds.hint)
 
 
-def _needs_momentum(plan: TrainingPlan, rows: Rows) -> bool:
-    has_momentum = plan.momentum or dict(plan.optim_options).get("momentum")
-    return OPTIMIZERS[plan.optim].needs_momentum and not has_momentum
-
-
 def _too_long(plan: TrainingPlan, rows: Rows) -> int:
     longest, bounds = max(plan.lengths, default=0), rows["seq_len"].bounds
     return longest if longest and bounds and not bounds.hold(longest) else 0
@@ -72,15 +67,13 @@ def _late_validation(plan: TrainingPlan, rows: Rows) -> int:
     return num_batches if plan.validates and (plan.val_check_interval or 0) > num_batches else 0
 
 
-def _is_flash_in_fp32(plan: TrainingPlan, rows: Rows) -> bool:
-    is_flash = plan.attn_implementation == FLASH_ATTENTION_2
-    return is_flash and plan.precision == "32-true" and not plan.use_qlora
-
-
 RULES: Mapping[str, Rule] = {
     "no model": lambda p, _: not p.model_name.strip(),
     "no momentum": lambda p, _: p.momentum and not OPTIMIZERS[p.optim].has_momentum,
-    "needs momentum": _needs_momentum,
+    "needs momentum": lambda p, _: (
+        OPTIMIZERS[p.optim].needs_momentum
+        and not (p.momentum or dict(p.optim_options).get("momentum"))
+    ),
     "no nesterov": lambda p, _: (
         p.nesterov and not (p.momentum and OPTIMIZERS[p.optim].has_nesterov)
     ),
@@ -92,7 +85,9 @@ RULES: Mapping[str, Rule] = {
     "late validation": _late_validation,
     "loop of several": lambda p, _: p.loop != "lightning" and p.is_distributed,
     "clips by value": lambda p, _: p.loop != "lightning" and p.gradient_clip_algorithm != "norm",
-    "flash in fp32": _is_flash_in_fp32,
+    "flash in fp32": lambda p, _: (
+        p.attn_implementation == FLASH_ATTENTION_2 and p.precision == "32-true" and not p.use_qlora
+    ),
     "frozen adapters": lambda p, _: p.freeze and p.uses_adapters,
     "all and others": lambda p, _: (
         ALL_LINEAR in p.lora_target_modules and len(p.lora_target_modules) > 1

@@ -60,7 +60,8 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = read_table(__file__, "other_names.jso
 """Names in files that are no keys of a plan.
 
 `ignored` names of lab configs do not affect the memory of a step. Of `TrainingArguments`, the names
-`passed_over` do not affect it or are left off, and those `not_modelled` affect it.
+`passed_over` do not affect it or are left off, and those `not_modelled` affect it. The names
+`converted` become keys of a plan.
 """
 
 IGNORED_KEYS = frozenset(OTHER_NAMES["ignored"])

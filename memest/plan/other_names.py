@@ -14,10 +14,9 @@ _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
 _NOT_MODELLED = frozenset(OTHER_NAMES["not_modelled"])  # names that are refused if turned on
 
-_OTHERS = _NOT_MODELLED.union(OTHER_NAMES["passed_over"], LOGGING, (
-    "bf16", "fp16", "eval_strategy", "eval_steps", "eval_accumulation_steps",
-    "gradient_checkpointing_kwargs", "use_cpu",
-))  # fmt: skip
+_OTHERS = frozenset(LOGGING).union(
+    OTHER_NAMES["not_modelled"], OTHER_NAMES["passed_over"], OTHER_NAMES["converted"]
+)
 """Names in `TrainingArguments` that no key has as another name."""
 
 _CUDA = ("gpu", "cuda", "auto", None)
@@ -118,15 +117,15 @@ def _read_precision(config: dict[str, Any]) -> None:
     active = [key for key, value in flags.items() if value]
     if len(active) > 1:
         raise PlanError("`bf16` and `fp16` are both on", hint="choose one of them")
-    if not flags:
-        return
-    precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[active[0]] if active else "32-true"
-    if active and config.get("precision", precision) != precision:
-        raise PlanError(
-            f"`{active[0]}` means `precision` `{precision}`, which is {shown(config['precision'])}",
-            hint="leave one of them out",
-        )
-    config.setdefault("precision", precision)
+    if flags and not active:
+        config.setdefault("precision", "32-true")
+    for key in active:
+        precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[key]
+        if config.setdefault("precision", precision) != precision:
+            raise PlanError(
+                f"`{key}` means `precision` `{precision}`, which is {shown(config['precision'])}",
+                hint="leave one of them out",
+            )
 
 
 def _read_evaluation(config: dict[str, Any], notes: list[str]) -> None:

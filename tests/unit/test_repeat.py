@@ -44,13 +44,13 @@ REPEATED: dict[str, dict[str, Any]] = {
 def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One item for each forward that is repeated."""
     found: list[int] = []
-    again = StepRepeater._forward_again
+    again = StepRepeater._repeat_forward
 
     def counted(self: StepRepeater, *args: Any) -> Any:
         found.append(1)
         return again(self, *args)
 
-    monkeypatch.setattr(StepRepeater, "_forward_again", counted)
+    monkeypatch.setattr(StepRepeater, "_repeat_forward", counted)
     return found
 
 

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes' choice of a kernel by shapes (0.50.2, backends/cuda/ops.py), if it has one."""
 
-OF_GPU = ("gpu", "release")  # arguments of a choice that are not those of the call
+_OMITTED = ("gpu", "release")  # arguments of a choice that are not those of the call
 READERS = ("lightning.", "bitsandbytes", "torch.cuda")  # choose nothing, or only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
@@ -111,8 +111,8 @@ class CallRecorder:
         self._request, mode.request = mode.request, self._record
         self._calls: list[Call] = []
         self._templates: dict[Template, int] = {}
-        self._by_recipe: dict[int, int] = {}
-        self._kept: list[Recipe] = []  # keeps objects alive whose `id` is used above
+        self._index_by_recipe: dict[int, int] = {}
+        self._recipes: list[Recipe] = []  # keeps objects alive whose `id` is used above
         self._cut_at = 0
 
     @contextmanager
@@ -172,7 +172,7 @@ class CallRecorder:
         has_allocated = len(memory.storages.num_bytes) > first_id
         if not has_allocated and is_plain(op):  # nor does it request memory at another size
             return
-        index = self._by_recipe.get(id(recipe))
+        index = self._index_by_recipe.get(id(recipe))
         if index is None:
             value_of = self._mode.values.value_of
             known = () if op.from_values is None else op.from_values(value_of, args)
@@ -180,8 +180,8 @@ class CallRecorder:
             index = self._templates.setdefault(template, len(self._templates))
             if index == len(self.calls.templates):
                 self.calls.templates.append(template)
-            self._by_recipe[id(recipe)] = index
-            self._kept.append(recipe)
+            self._index_by_recipe[id(recipe)] = index
+            self._recipes.append(recipe)
         in_backward = op.takes_handle and torch._C._current_autograd_node() is not None
         positions: dict[int, int] = {}  # position among the results, by storage id
         if has_allocated:
@@ -203,7 +203,7 @@ class CallRecorder:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             outcome = choose(*args, **kwargs)
-            template = to_template((args, {k: v for k, v in kwargs.items() if k not in OF_GPU}))
+            template = to_template((args, {k: v for k, v in kwargs.items() if k not in _OMITTED}))
             requires_grad = (a.requires_grad for a in args if isinstance(a, Tensor))
             grads = (*requires_grad, torch.is_grad_enabled())
             self.calls.choices[Choice(rule, template, grads, outcome)] = None
@@ -340,7 +340,7 @@ class ResizableProgram:
         self._orders, self._dropped = orders, dropped or {}
         self._templates = sample.calls.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
-        setup, *part_streams = [self._stream(span) for span in sample.calls.spans]
+        setup, *part_streams = [self._events_of(span) for span in sample.calls.spans]
         streams = iter(part_streams)
         steps: list[Any] = [
             [[replace(part, events=next(streams)) for part in batch] for batch in step]
@@ -360,18 +360,18 @@ class ResizableProgram:
         num_bytes = [tables[i][position] for i, position in self._slots]
         return replace(self._program, storages=replace(self._storages, num_bytes=num_bytes))
 
-    def _stream(self, span: Span) -> list[int]:
+    def _events_of(self, span: Span) -> list[int]:
         events: list[int] = []
         position = 0
         for call in span.calls:
             if call.start > position:
-                self._copy(span.events[position : call.start], events)
-            self._call(call, self._orders[call.template], events)
+                self._append_copies(span.events[position : call.start], events)
+            self._append_call(call, self._orders[call.template], events)
             position = call.end
-        self._copy(span.events[position:], events)
+        self._append_copies(span.events[position:], events)
         return events
 
-    def _copy(self, old_events: Sequence[int], events: list[int]) -> None:
+    def _append_copies(self, old_events: Sequence[int], events: list[int]) -> None:
         """Append `old_events`, which no operator call made, to `events` with new storage ids."""
         for event in old_events:
             if event == EMPTIED:
@@ -397,7 +397,7 @@ class ResizableProgram:
         self._slots.append(slot)
         return self._storages.add(0, site, kind)
 
-    def _call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
+    def _append_call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
         """Append the events of `call` to `events`: its requests in `order`, as
         `KernelCalls.request` makes them."""
         if order.is_partial:
@@ -409,7 +409,8 @@ class ResizableProgram:
         count = num_temporary = 0
         for request in order.requests:
             if isinstance(request, tuple):
-                events.append(free_of(temporary.pop(request[0])))
+                (number,) = request
+                events.append(free_of(temporary.pop(number)))
                 continue
             if request is None:
                 index = self._add((call.template, count), site, MemKind.WORKSPACE)
@@ -419,7 +420,8 @@ class ResizableProgram:
             elif request in new_storages:
                 events.append(self._allocated(new_storages.pop(request), (call.template, count)))
             elif request in self._dropped.get(call.template, ()):
-                kind = self._base.storages.kinds[call.new_storages[0][1]]
+                _, first_id = call.new_storages[0]
+                kind = self._base.storages.kinds[first_id]
                 events.append(self._add((call.template, count), site, kind))
                 dropped.append(events[-1])
             count += 1
@@ -483,19 +485,19 @@ def _requests(
     for a free of temporary n. `out` has the results of the call."""
     requests: list[int | tuple[int] | None] = []
     num_bytes: list[int] = []
-    temporary: list[tuple[int, int]] = []  # (ordinal, bytes)
-    for n, position in recipe.events:
+    temporaries: dict[int, int] = {}  # bytes by number
+    for size, position in recipe.events:
         if position is not None and position != OLDEST:
             requests.append(position)
-            num_bytes.append(out[position].untyped_storage().nbytes() if n is None else n)
-        elif n is not None and n < 0:
-            candidates = temporary if position == OLDEST else reversed(temporary)
-            freed = next(t for t in candidates if t[1] == -n)
-            temporary.remove(freed)
-            requests.append((freed[0],))
+            num_bytes.append(out[position].untyped_storage().nbytes() if size is None else size)
+        elif size is not None and size < 0:  # a free of the newest or oldest temporary of this size
+            candidates = temporaries if position == OLDEST else reversed(temporaries)
+            number = next(number for number in candidates if temporaries[number] == -size)
+            del temporaries[number]
+            requests.append((number,))
         else:
-            assert n is not None
-            temporary.append((sum(r is None for r in requests), n))
+            assert size is not None
+            temporaries[requests.count(None)] = size
             requests.append(None)
-            num_bytes.append(n)
+            num_bytes.append(size)
     return tuple(requests), num_bytes

@@ -184,27 +184,29 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     is_cut = not later and recording.result.failed is not None
     live: dict[int, Lifetime] = {}  # by address
     blocks: list[Lifetime] = []
-    points, point, reserved, changes = {begin: 0}, 0, 0, {0: 0}
+    point, point_by_index = 0, {begin: 0}
+    reserved_bytes, reserved_from = 0, {0: 0}  # bytes reserved from a point on
     for index, action in enumerate(islice(recording.actions, end), 1):
-        sign, is_inside = SIGNS.get(action.action, 0), index > begin
+        sign, is_in_step = SIGNS.get(action.action, 0), index > begin
+        next_point = point + 1 if is_in_step else 0
         if is_of_segment(action):
-            reserved += sign * action.block_bytes
-            changes[point + is_inside] = reserved  # the block of a new segment is the next point
+            reserved_bytes += sign * action.block_bytes
+            reserved_from[next_point] = reserved_bytes  # at which the segment's block is allocated
         elif sign:
-            point += is_inside
+            point = next_point
             if sign > 0:
                 live[action.address] = Lifetime(action.stack, action.block_bytes, point, -1)
             else:
                 lifetime = live.pop(action.address)
-                if is_inside:
+                if is_in_step:
                     blocks.append(replace(lifetime, stop=point))
-        points[index] = point
+        point_by_index[index] = point
     blocks += [replace(block, stop=point + 1) for block in live.values()]
     blocks.sort(key=lambda block: block.start)
     return StepBlocks(
         step=step, num_points=point + 1, blocks=blocks,
-        reserved=[(start, size) for start, size in changes.items() if start <= point],
-        spans=_spans(marks, points, point, is_cut),
+        reserved=[(start, size) for start, size in reserved_from.items() if start <= point],
+        spans=_spans(marks, point_by_index, point, is_cut),
         refused_bytes=recording.result.failed_bytes if is_cut else 0,
     )  # fmt: skip
 
@@ -232,8 +234,8 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
         changes[kind, block.stop] -= block.num_bytes
     levels = changes[:, :-1].cumsum(axis=1)
     peak = int(levels.sum(axis=0).argmax())
-    storage = next((b.storage for b in record.blocks if b.start == peak), None) if peak else None
-    site = None if storage is None else recording.storages.sites[storage]
+    at_peak = [block.storage for block in record.blocks if block.start == peak > 0]
+    site = recording.storages.sites[at_peak[0]] if at_peak else None
     reserved_at = dict(record.reserved)
     reserved = [record.reserved[0][1]]
     for point in range(1, record.num_points):

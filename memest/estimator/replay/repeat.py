@@ -18,7 +18,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -105,7 +105,7 @@ class StepRepeater:
         self._calls = calls
         self._num_micro_batches = num_micro_batches
         self._number = 0  # micro-batches that have begun
-        self._known: list[_MicroBatch] = []
+        self._micro_batches: list[_MicroBatch] = []
         self._repeats = False  # flag: the micro-batches from now on are repeated
         self._running: _MicroBatch | None = None  # its backward has not begun
         self._repeated: _MicroBatch | None = None  # its backward is repeated next
@@ -116,10 +116,12 @@ class StepRepeater:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run each backward of autograd by `_run_backward` until the block ends."""
-        wrapper = partial(self._run_backward, torch.autograd.graph._engine_run_backward)
-        with ExitStack() as patches:
-            for module in (torch.autograd.graph, torch.autograd):
-                patches.enter_context(mock.patch.object(module, "_engine_run_backward", wrapper))
+        graph, name = torch.autograd.graph, "_engine_run_backward"
+        wrapper = partial(self._run_backward, graph._engine_run_backward)
+        with (
+            mock.patch.object(graph, name, wrapper),
+            mock.patch.object(torch.autograd, name, wrapper),
+        ):
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
@@ -128,12 +130,12 @@ class StepRepeater:
         `inputs` are the keyword arguments of `model`. `output` is "loss", or names the output of
         `model` whose mean is the loss (`assemble.loss_of`).
         """
-        step, index = divmod(self._number, self._num_micro_batches)
+        step, position = divmod(self._number, self._num_micro_batches)
         self._number += 1
-        if self._number == self._num_micro_batches + 1:
-            self._repeats = self._knows_all()
+        if self._number == self._num_micro_batches + 1:  # the second step begins
+            self._repeats = self._complete_records()
         if self._repeats:
-            return self._forward_again(self._known[index], inputs)
+            return self._repeat_forward(self._micro_batches[position], inputs)
         if self._number == 1:
             self._mode.values.watch(model)
             self._versions = _versions(model.parameters()), _versions(model.buffers())
@@ -152,7 +154,7 @@ class StepRepeater:
         """Run autograd's `engine` with its arguments, or repeat the log entries of the first step's
         backward. Return the engine's result; () for a repetition."""
         if self._repeated is not None:
-            return self._backward_again(self._repeated)
+            return self._repeat_backward(self._repeated)
         running, self._running = self._running, None
         if running is None:  # within a backward, or not in the first step
             return engine(*args, **kwargs)
@@ -161,7 +163,7 @@ class StepRepeater:
         result = engine(*args, **kwargs)
         running.backward = self._since(start)
         if self._can_repeat(running):
-            self._known.append(running)
+            self._micro_batches.append(running)
         return result
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
@@ -211,27 +213,27 @@ class StepRepeater:
             return False
         return not sources & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
-    def _knows_all(self) -> bool:
-        """Return whether later steps can repeat all micro-batches. If so, sort the `held` storages
-        of each by the time at which they were freed."""
+    def _complete_records(self) -> bool:
+        """Sort the `held` storages of each micro-batch by the time at which they were freed. Return
+        whether later steps can repeat all micro-batches."""
         self._memory.settle()
         log = self._memory.log
-        for micro_batch in self._known:
+        for micro_batch in self._micro_batches:
             assert micro_batch.backward is not None
             start = micro_batch.backward.start.event + len(micro_batch.backward.events)
             frees = [free_of(event) for event in log.events[start:]]
             positions = [i for i, index in enumerate(frees) if index in micro_batch.held]
-            together = frees[positions[0] : positions[-1] + 1] if positions else []
-            held = [index for index in together if index != micro_batch.loss.index]
+            first, last = min(positions, default=0), max(positions, default=-1)
+            held = [index for index in frees[first : last + 1] if index != micro_batch.loss.index]
             if sorted(held) != sorted(micro_batch.held):  # some live on, or others are among them
                 return False
             micro_batch.held = held
-        return len(self._known) == self._num_micro_batches and not log.is_full
+        return len(self._micro_batches) == self._num_micro_batches and not log.is_full
 
-    def _forward_again(self, micro_batch: _MicroBatch, inputs: dict[str, Any]) -> Tensor:
+    def _repeat_forward(self, micro_batch: _MicroBatch, inputs: dict[str, Any]) -> Tensor:
         self._ids = {}
         self._inputs = {i: inputs[micro_batch.inputs[i]] for i in micro_batch.freed_inputs}
-        self._play(micro_batch.forward, micro_batch.kept, self._ids)
+        self._repeat_events(micro_batch.forward, micro_batch.kept, self._ids)
         self._repeated = micro_batch
         with _disable_current_modes():
             self._held = [torch.empty(0, device=META) for _ in micro_batch.held]
@@ -241,10 +243,10 @@ class StepRepeater:
         self._memory.adopt(loss, self._ids[micro_batch.loss.index])
         return loss
 
-    def _backward_again(self, micro_batch: _MicroBatch) -> tuple[()]:
+    def _repeat_backward(self, micro_batch: _MicroBatch) -> tuple[()]:
         ids, self._repeated = self._ids, None
         assert micro_batch.backward is not None
-        self._play(micro_batch.backward, micro_batch.kept, ids)
+        self._repeat_events(micro_batch.backward, micro_batch.kept, ids)
         for parameter, spec in micro_batch.grads:
             parameter.grad = _empty(spec)
             self._memory.adopt(parameter.grad, ids[spec.index])
@@ -253,7 +255,7 @@ class StepRepeater:
             self._memory.adopt(tensor, ids[index])
         return ()
 
-    def _play(self, stretch: _Stretch, workspaces: set[int], ids: dict[int, int]) -> None:
+    def _repeat_events(self, stretch: _Stretch, workspaces: set[int], ids: dict[int, int]) -> None:
         """Repeat the log entries of `stretch`. Storages in `workspaces` are not allocated again.
         `ids` gets the id of each new storage, by its id in the first step."""
         memory, mode = self._memory, self._mode

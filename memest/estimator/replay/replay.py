@@ -77,9 +77,7 @@ class Program:
     steps: list[list[MicroBatch]] = field(default_factory=list)
     """Micro-batches of each step: the first, one from the middle if it differs, the last."""
 
-    step_renames: Renames = field(
-        default_factory=dict
-    )  # renames before the last step is played again
+    step_renames: Renames = field(default_factory=dict)  # before the last step is played again
     micro_renames: list[Renames] = field(default_factory=list)
     """Renames of storages of each step, before its middle micro-batch is played again."""
 

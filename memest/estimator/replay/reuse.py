@@ -82,10 +82,11 @@ class _CallPolynomials:
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
             binomial = binomial * (index - order + 1) / order
-            top, bottom = binomial.as_integer_ratio()
-            if bottom > 1 and any(top * d % bottom for d in difference):
+            numerator, denominator = binomial.as_integer_ratio()
+            if denominator > 1 and any(numerator * d % denominator for d in difference):
                 raise ValueError("a number is not whole")
-            values = [v + top * d // bottom for v, d in zip(values, difference, strict=True)]
+            pairs = zip(values, difference, strict=True)
+            values = [value + numerator * d // denominator for value, d in pairs]
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
@@ -163,10 +164,9 @@ class Interpolation:
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise NotInterpolable(f"there is no such call at {value}: {error}") from error
         orders = tuple([r.order for r in requests])
-        rebuilt = self._rebuilt.get(orders)
-        if rebuilt is None:
-            rebuilt = self._rebuilt[orders] = ResizableProgram(self._sample, orders)
-        program = rebuilt.with_bytes(requests)
+        if orders not in self._rebuilt:
+            self._rebuilt[orders] = ResizableProgram(self._sample, orders)
+        program = self._rebuilt[orders].with_bytes(requests)
         return replace(self._sample, program=program, work=None, calls=None)
 
     def has_same_kernels(self, value: int) -> bool:
@@ -494,14 +494,14 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
     ]
     for template in log.templates:
         if template.operator == name and _attention_inputs(template, 0) == inputs:
-            scale = with_integers(template, template.integers)[2].get("scale")
-            yield from ((scale, backward) for backward in backwards or (None,))
+            _, _, options, *_ = with_integers(template, template.integers)
+            yield from ((options.get("scale"), backward) for backward in backwards or (None,))
 
 
 def _attention_inputs(template: Template, position: int) -> Template:
     """Return query, key and value of the recorded attention call `template`: its three arguments
     from `position` on."""
-    args = with_integers(template, template.integers)[1]
+    _, args, *_ = with_integers(template, template.integers)
     return to_template(tuple(args[position : position + 3]))
 
 
@@ -539,7 +539,9 @@ def _run_alone(
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
     args, kwargs = with_integers(choice.template, choice.template.integers)
-    grad = None if backward is None else with_integers(backward, backward.integers)[1][0]
+    grad = None
+    if backward is not None:
+        _, (grad, *_), *_ = with_integers(backward, backward.integers)
     with virtual, recorder.watching():
         args, grad = [_on_gpu(arg) for arg in args], _on_gpu(grad)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]

@@ -48,8 +48,7 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
         is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
         return range(plan.world_size) if is_few else (0, plan.world_size - 1)
-    is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
-    if not is_cut:
+    if not plan.is_deepspeed or plan.strategy.startswith("deepspeed_stage_3"):
         return (0,)
     if plan.world_size <= MAX_ALL_RANKS:
         return range(plan.world_size)
@@ -98,9 +97,6 @@ def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[st
         yield f"between low and high of a figure: {description}"
 
 
-_Traces = list[tuple[Gpu, TracedPlan, Calls]]
-
-
 def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     """Simulate `plan` on `gpu`, or return its cached run. With several ranks, the result is the run
     of the rank that reserves the most. Its `others` are the runs of other ranks. Plans that differ
@@ -132,7 +128,9 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
+def _cached_traces(
+    plan: TrainingPlan, release: TorchRelease
+) -> list[tuple[Gpu, TracedPlan, Calls]]:
     """Return the cached list of (GPU, run, convolution calls) of `plan` under the torch `release`.
     The list is empty at first; `trace_plan` appends to it. The convolution calls are those of the
     run by cuDNN, from `recorded_calls`. If the calls have the same workspaces on another GPU,

@@ -59,16 +59,12 @@ MAX_MICRO_BATCHES_APART = 3
 over the GPUs in the last one only. The Trainer of transformers loads all batches of a step at once
 and frees them one by one."""
 
-_REPLAY_KEYS: dict[str, Any] = {
-    "name": "", "gpu": (), "gpu_memory": None, "memory_limit": None, "host_memory": None,
-    "alloc_conf": "",
-}  # fmt: skip
-"""Plan keys that affect only the replay, not the simulated run."""
-
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
     """Return `plan` with only what affects its program, a cache key that similar plans share."""
-    plan = replace(plan, **_REPLAY_KEYS)
+    plan = replace(  # without keys that affect the replay alone
+        plan, name="", gpu=(), gpu_memory=None, memory_limit=None, host_memory=None, alloc_conf=""
+    )
     if _is_whole(plan):
         return plan
     steps = min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS
@@ -285,7 +281,10 @@ def rank_of(plan: TrainingPlan) -> Rank:
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        repeating = _repeating(job, virtual, watch.calls)
+        repeating: AbstractContextManager[None] = nullcontext()
+        if not (_is_whole(job.plan) or job.plan.is_distributed):  # later steps repeat the first
+            repeater = StepRepeater(virtual, watch.calls, job.plan.accumulate_grad_batches)
+            job.loss_of, repeating = repeater.loss_of, repeater.watching()
         with _environment_restored(), _without_messages(), compiling_late(), repeating, virtual:
             run_job(job)
     except MemestError:
@@ -304,21 +303,6 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             f"a step of `{job.plan.label}` has too many events to be kept",
             hint="reduce `accumulate_grad_batches` to 1",
         )
-
-
-def _repeating(
-    job: Job, virtual: VirtualGpu, calls: CallRecorder | None
-) -> AbstractContextManager[None]:
-    """Return a context in which forwards and backwards of `job` run in the first step only. Later
-    steps copy their events from the log of the first step on `virtual`. All steps run if the plan
-    has a strategy for several GPUs, or if its steps can differ. Copied operator calls are added to
-    `calls`, unless it is None."""
-    plan = job.plan
-    if _is_whole(plan) or plan.is_distributed:
-        return nullcontext()
-    repeater = StepRepeater(virtual, calls, plan.accumulate_grad_batches)
-    job.loss_of = repeater.loss_of
-    return repeater.watching()
 
 
 @contextmanager
@@ -356,14 +340,12 @@ def compiling_late() -> Iterator[None]:
         yield
 
 
-_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpeed")
-
-
 @contextmanager
 def _without_messages() -> Iterator[None]:
     import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    names = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpeed")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with quiet_transformers():
         for logger in loggers:

@@ -176,7 +176,7 @@ def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> 
             search.run(techniques, options)
         except _Spent:
             is_complete = False
-    all_options = search.known.values()
+    all_options = search.option_by_plan.values()
     order = [change for technique in techniques for change in technique.changes]
     not_enough = [option for option in all_options if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
@@ -232,8 +232,8 @@ class _Search:
     max_predictions: int
     num_predictions: int = 0
     refused: list[Refused] = field(default_factory=list)
-    known: dict[TrainingPlan, Option] = field(default_factory=dict)  # predicted, in order
-    ahead: dict[TrainingPlan, Prediction | MemestError] = field(default_factory=dict)
+    option_by_plan: dict[TrainingPlan, Option] = field(default_factory=dict)  # predicted, in order
+    result_by_plan: dict[TrainingPlan, Prediction | MemestError] = field(default_factory=dict)
     jobs: int = os.cpu_count() or 1
     _facts: ModelFacts | None = None
 
@@ -241,18 +241,19 @@ class _Search:
         """Predict the plan without changes; return (option, prediction)."""
         self.num_predictions += 1
         import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
-        result = None
+        prediction = None
         if self.jobs > 1:  # in a fork, since a process that has run autograd cannot fork again
-            with forked(partial(predict, self.plan)) as answer:
-                result = answer()
-        self.jobs = self.jobs if result else 1
-        prediction = result or predict(self.plan)
-        self.known[self.plan] = self._option(self.plan, (), prediction)
-        return self.known[self.plan], prediction
+            with forked(partial(predict, self.plan)) as wait_for_prediction:
+                prediction = wait_for_prediction()
+        if prediction is None:
+            self.jobs = 1
+            prediction = predict(self.plan)
+        self.option_by_plan[self.plan] = self._option(self.plan, (), prediction)
+        return self.option_by_plan[self.plan], prediction
 
     def predict_ahead(self, techniques: Sequence[Technique]) -> None:
         """Predict each change of `techniques` alone, in forked processes. Store the results by plan
-        in `ahead`, from which `predict_with` takes them."""
+        in `result_by_plan`, from which `predict_with` takes them."""
 
         def singles(part: int) -> dict[TrainingPlan, Prediction | MemestError]:
             WATCHERS.set(())
@@ -260,15 +261,15 @@ class _Search:
                 for technique, cost in itertools.product(techniques[part :: self.jobs], Cost):
                     if cost not in LAST_RESORTS:
                         list(self._technique_options(technique, cost))
-            return self.ahead
+            return self.result_by_plan
 
         if self.jobs > 1:
             label = f"single changes in {self.jobs} processes"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=self.plan))
             with ExitStack() as stack:
                 parts = [partial(singles, n) for n in range(min(self.jobs, len(techniques)))]
-                for answer in [stack.enter_context(forked(part)) for part in parts]:
-                    self.ahead |= answer() or {}
+                for wait_for_results in [stack.enter_context(forked(part)) for part in parts]:
+                    self.result_by_plan |= wait_for_results() or {}  # None if the fork failed
 
     def facts(self, prediction: Prediction) -> ModelFacts:
         """Return facts about the plan's model, which `training_lines` needs. `prediction` is the
@@ -283,20 +284,20 @@ class _Search:
         title = " + ".join(change.title for change in ordered)
         try:
             plan = apply(self.plan, ordered)
-            if plan not in self.known:
+            if plan not in self.option_by_plan:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
-                if plan not in self.ahead:
+                if plan not in self.result_by_plan:
                     notify(Event(label=title, is_done=False, weight=0, total=0, task=plan))
-                    self.ahead[plan] = result_or_error(predict, plan)
-                prediction = self.ahead[plan]
+                    self.result_by_plan[plan] = result_or_error(predict, plan)
+                prediction = self.result_by_plan[plan]
                 if isinstance(prediction, MemestError):
                     raise prediction
-                self.known[plan] = self._option(plan, ordered, prediction)
-            option = self.known[plan]
+                self.option_by_plan[plan] = self._option(plan, ordered, prediction)
+            option = self.option_by_plan[plan]
             if len(ordered) < len(option.changes):  # the other changes had no effect
-                option = self.known[plan] = replace(option, changes=ordered)
+                option = self.option_by_plan[plan] = replace(option, changes=ordered)
             return option
         except MemestError as error:
             self.refused.append(Refused(title=title, reason=str(error)))
@@ -376,7 +377,7 @@ class _Search:
             grades.pop()  # an invalid grade, such as a text too short for its image
         if not grades or strongest is None or not strongest.fits:
             return None
-        last = len(grades) - 1
+        last = len(grades) - 1  # it fits; `bisect_left` finds the first that does
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:

@@ -71,8 +71,6 @@ NOT_TRIED = (
 )
 """Changes that advice leaves out: other hardware or another trainer than the plan's."""
 
-NUMBERS_OF_GPUS = (2, 4, 8)
-
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     """Return `plan` with `changes`. Plan keys that contradict the changes are reset. Adapters reset
@@ -163,7 +161,7 @@ def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
 
 def _sharding(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     is_plain = plan.strategy == "auto" and plan.devices <= 1 and plan.loop == "lightning"
-    for number in NUMBERS_OF_GPUS if is_plain else ():
+    for number in (2, 4, 8) if is_plain else ():
         yield "sharding", {"strategy": "fsdp2", "devices": number}
 
 

@@ -32,7 +32,7 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 """False in a forked process, where autograd does not work: new simulated runs are refused."""
 
 
-def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
+def _run_if_allowed(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
     """Return `trace(*args)`, the simulated run of a plan. Raise `UnsupportedError` in a forked
     process, which cannot simulate."""
     if not MAY_TRACE.get():
@@ -56,7 +56,7 @@ class TraceSeries:
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.must_simulate else logged_trace
-            self._traces[value] = _made(trace, plan, self.gpu)
+            self._traces[value] = _run_if_allowed(trace, plan, self.gpu)
             self.num_traces += 1
         return self._traces[value]
 
@@ -68,9 +68,9 @@ class TraceSeries:
     def at(self, value: int) -> TracedPlan:
         """Return the run at the size `value`: cached, interpolated if checked (`cover`), or
         simulated."""
-        return self.known(value) or self.trace(value)
+        return self.find(value) or self.trace(value)
 
-    def known(self, value: int) -> TracedPlan | None:
+    def find(self, value: int) -> TracedPlan | None:
         """Return the run at the size `value` if it is cached or can be interpolated, else None."""
         if value in self._traces:
             return self._traces[value]
@@ -177,6 +177,7 @@ class TraceSeries:
         return replace(traced, seq_len=value) if self.key == "seq_len" else traced
 
     def _cover(self, run: Sequence[int], queried: set[int]) -> None:
+        """Cover the sizes of `run`, an arithmetic progression, as `cover` describes."""
         if len(queried.intersection(run)) <= DEGREE[self.key] + 2:
             return
         middle = len(run) // 2
@@ -278,7 +279,7 @@ class RelatedPlans:
         if short_plan not in self._optimizers:
             self._optimizers[short_plan] = None
             with suppress(NotInterpolable, MemestError):  # the lead plan itself may fail
-                own_run = _made(trace_plan, short_plan, self.gpu)
+                own_run = _run_if_allowed(trace_plan, short_plan, self.gpu)
                 lead_run = self._from_two_micro_batches(replace(short_plan, optim=lead.optim))
                 self._optimizers[short_plan] = OptimizerStep(own_run, lead_run)
         return self._optimizers[short_plan]

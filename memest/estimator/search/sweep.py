@@ -334,7 +334,6 @@ def _predict(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[Sw
 
 
 MAX_SWEEP_BYTES = 64 << 20  # size above which a file is refused; a row is some hundred bytes
-_FIRST_RESULT = "verdict"  # first result column; the columns before it identify plan and GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +372,7 @@ def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable
     the plan key `across`; "" is the key with the most values. Raise `PlanError` if `across` does
     not vary."""
     names = list(rows[0])
-    keys = names[: names.index(_FIRST_RESULT)]
+    keys = names[: names.index("verdict")]  # the columns before the results: plan and GPU
     values = {key: list(dict.fromkeys(_text(row[key]) for row in rows)) for key in keys}
     varied = [key for key in keys if len(values[key]) > 1]
     if across and across not in varied:

@@ -61,20 +61,20 @@ def _install_legacy(patches: Patches) -> None:
         patches.set(torch.cuda, name, LegacyTensor(name))
 
     @patches.wrap(Tensor, "type")
-    def type_(kind_of: Any, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(true_type: Any, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             prefix = {"cuda": _PREFIX, "cpu": "torch."}.get(tensor.device.type, "torch.meta.")
-            return kind_of(tensor).replace("torch.meta.", prefix)
-        on_gpu = _dtype_on_gpu(dtype)
-        if on_gpu is not None:
-            return tensor.to(device=GPU.device, dtype=on_gpu)
-        return kind_of(tensor, dtype, *args, **kwargs)
+            return true_type(tensor).replace("torch.meta.", prefix)
+        gpu_dtype = _dtype_on_gpu(dtype)
+        if gpu_dtype is not None:
+            return tensor.to(device=GPU.device, dtype=gpu_dtype)
+        return true_type(tensor, dtype, *args, **kwargs)
 
     @patches.wrap(Tensor, "new")
-    def new(new_of: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def new(true_new: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = tensor.device
         if kwargs or not is_meta(tensor) or device.type == "meta":
-            return new_of(tensor, *args, **kwargs)
+            return true_new(tensor, *args, **kwargs)
         return _legacy_tensor(args, tensor.dtype, device)
 
 
@@ -127,7 +127,6 @@ def _default_context() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
-_Device = torch.device
 Constructor = Callable[..., Any]
 
 
@@ -158,19 +157,20 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 def _with_device(function: Constructor) -> Constructor:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if args and not isinstance(args[0], Tensor):  # a class that may have overridden `call`
-            override = getattr(type(args[0]), "__torch_function__", None)
-            result = override(call, (type(args[0]),), args, kwargs) if override else NotImplemented
+        is_like = bool(args) and isinstance(args[0], Tensor)  # as `empty_like(tensor)`
+        override = getattr(type(args[0]), "__torch_function__", None) if args else None
+        if override is not None and not is_like:  # the class may have overridden the function
+            result = override(call, (type(args[0]),), args, kwargs)
             if result is not NotImplemented:
                 return result
         device = kwargs.get("device")
-        if "generator" in kwargs and not (args and isinstance(args[0], Tensor)):
+        if "generator" in kwargs and not is_like:
             refuse_generator(kwargs["generator"], device or _default_device())
         if device is None:
             return function(*args, **kwargs)
         kwargs["device"] = device = resolve(device)
-        is_like = args and isinstance(args[0], Tensor) and _Device(device).type == "meta"
-        if not is_like or INSIDE.compiles:  # the modes of the compiler trace the call
+        is_on_meta = torch.device(device).type == "meta"
+        if not is_like or not is_on_meta or INSIDE.compiles:  # the compiler's modes trace the call
             return function(*args, **kwargs)
         with _disable_current_modes():  # like a tensor that may be on the GPU
             return function(*args, **kwargs)
@@ -205,7 +205,8 @@ def _from_data(
     requires_grad = kwargs.pop("requires_grad", False)
     goes_to_gpu = device is not None and torch.device(device).type == "cuda"
     tensor = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
-    tensor = tensor.to(GPU.device) if goes_to_gpu else tensor.pin_memory() if is_pinned else tensor
+    if goes_to_gpu or is_pinned:
+        tensor = tensor.to(GPU.device) if goes_to_gpu else tensor.pin_memory()
     return tensor.requires_grad_() if requires_grad else tensor
 
 

@@ -115,7 +115,8 @@ def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
         return index
     with _disable_current_modes():
         host_tensor = torch.tensor(index, device=CPU)
-        host_tensor = host_tensor if host_tensor.dtype is torch.bool else host_tensor.long()
+        if host_tensor.dtype is not torch.bool:
+            host_tensor = host_tensor.long()
     positions = host_tensor.to(device)
     memory.label(positions, MemKind.ACTIVATIONS)  # no input, as other copies to the GPU are
     return positions

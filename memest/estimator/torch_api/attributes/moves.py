@@ -84,8 +84,11 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
     def device(storage: torch.UntypedStorage) -> torch.device:
         key = storage._cdata
-        place = GPU.device if key in live else CPU if key in placement.host_storages else None
-        return true_device_of.__get__(storage) if INSIDE.depth or place is None else place
+        if key in live and not INSIDE.depth:
+            return GPU.device
+        if key in placement.host_storages and not INSIDE.depth:
+            return CPU
+        return true_device_of.__get__(storage)
 
     @patches.wrap(class_of_storage, "data_ptr")
     def address(true_address: Any, storage: torch.UntypedStorage) -> int:
@@ -181,19 +184,19 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             return to_(tensor, device, *args, **kwargs)
         device = resolve(device)
         place = mode.host.place(tensor)
-        if device is None or mode.is_off:
-            pass
-        elif torch.device(device).type == {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place):
+        is_simulated = device is not None and not mode.is_off
+        target_type = torch.device(device).type if is_simulated else ""
+        if target_type and target_type == {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place):
             is_kept = not args and not kwargs
             return tensor if is_kept else to_(tensor, _dtype_of(tensor, args, kwargs), **kwargs)
-        elif torch.device(device).type == "cuda":
+        if target_type == "cuda":
             device = GPU.device
             if tensor.is_nested:
                 raise placement.refused("Tensor.to", "nested", mode.attribution.lines.current())
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
                 run = partial(to_, **kwargs)
                 return _FromHost.apply(tensor, run, args)  # type: ignore[no-untyped-call]
-        elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
+        elif target_type == "meta" and place in (Place.GPU, Place.HOST):
             return _empty(tensor, META, _dtype_of(tensor, args, kwargs))
         if place is Place.GPU and device == META and not args and not kwargs:
             return tensor
@@ -226,9 +229,11 @@ def _parser(move: Move, to_: Move) -> Move:
         if args and not isinstance(args[0], torch.dtype):
             return move(tensor, *args, **kwargs)
         if kwargs.get("device") is not None:
-            device, dtype = kwargs.pop("device"), args[0] if args else kwargs.pop("dtype", None)
-            other_args = () if dtype is None else (dtype, *args[1:])
-            return move(tensor, device, *other_args, **kwargs)
+            device = kwargs.pop("device")
+            if not args:
+                dtype = kwargs.pop("dtype", None)
+                args = () if dtype is None else (dtype,)
+            return move(tensor, device, *args, **kwargs)
         return to_(tensor, *args, **kwargs)
 
     return to
@@ -267,12 +272,10 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
 
     # parameters without a shape allow the replaced methods too
     lazy: Any = UninitializedParameter.__mro__[1]  # the base class of parameters and buffers
-    methods = [getattr(Tensor, name) for name in _MOVES]
+    names = "half float double char short int long cuda cpu to get_device".split()
+    methods = [getattr(Tensor, name) for name in names]
     methods += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
     patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *methods])
-
-
-_MOVES = "half float double char short int long cuda cpu to get_device".split()
 
 
 def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
@@ -333,8 +336,9 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
 def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
     """Return `grad` if both it and the host tensor `weight` have data, or neither has. Else return
     a copy of `grad` that has data if `weight` has."""
-    part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
-    if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
+    part, weight_part = placement.local_part(grad), placement.local_part(weight)
+    has_no_data = is_meta(weight_part)
+    if is_meta(part) == has_no_data or mode.host.place(weight_part) is Place.META:
         return grad
     copy = _without_data(part, mode) if has_no_data else _empty(part, CPU)
     return copy if part is grad else type(grad)(copy, grad._spec, requires_grad=False)  # type: ignore

@@ -70,22 +70,15 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
     major, minor = gpu.capability
     per_sm = gpu.multiprocessor
     return DeviceProperties(
-        name=gpu.label, major=major, minor=minor, total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.num_sms, is_integrated=False, is_multi_gpu_board=False,
-        warp_size=32, max_threads_per_multi_processor=per_sm.threads, max_threads_per_block=1024,
-        regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10,
+        name=gpu.label, major=major, minor=minor, total_memory=gpu.memory_bytes, uuid=UUID,
+        multi_processor_count=gpu.num_sms, max_threads_per_multi_processor=per_sm.threads,
         shared_memory_per_block_optin=per_sm.block_shared_kib << 10,
         shared_memory_per_multiprocessor=per_sm.shared_kib << 10,
-        L2_cache_size=int(gpu.l2_kib * 1024 * gpu.memory_share), uuid=UUID, pci_bus_id=0,
-        pci_device_id=0, pci_domain_id=0, gcnArchName="", clock_rate=0, memory_clock_rate=0,
-        memory_bus_width=0,
+        L2_cache_size=int(gpu.l2_kib * 1024 * gpu.memory_share), **FACTS["properties"],
     )  # fmt: skip
 
 
-class CudaError(IntEnum):
-    """Result codes of CUDA's runtime, `cudaError`, as far as torch has them in Python."""
-
-    success = 0
+CudaError = IntEnum("CudaError", {"success": 0})  # `cudaError`, as far as torch has it in Python
 
 
 class Cudart:
@@ -140,7 +133,7 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
                 columns, numbers = groups.setdefault((target, dtype), ([[] for _ in members], []))
                 for column, member in zip(columns, members, strict=True):
                     column += member[position : position + 1]
-                numbers += indices[position : position + 1]
+                numbers += indices[position : position + 1]  # none unless `with_indices`
         return groups
 
 
@@ -169,8 +162,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 FACTS: dict[str, Any] = read_table(__file__, "facts.json")
 """Functions without a simulation of their own, by the part of torch that has them.
 
-They return `constants`, the `number of GPUs` or the `current GPU`. `refused` are functions of
-`torch._C` that raise, with the name to report. `dtypes` are those of
+They return `constants`, the `number of GPUs` or the `current GPU`. Pinned host memory is not
+simulated, so its statistics are 0. `refused` are functions of `torch._C` that raise, with the name
+to report. `properties` are those of every GPU. `dtypes` are those of
 `torch.accelerator.get_device_capability`, the architectures those of the wheels for CUDA 13.0.
 `nvml` has constants of nvml.h and return values of NVML.
 """
@@ -183,11 +177,12 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         mode.timeline.host_waits(mode.timeline.idle)
 
     def set_device(index: int) -> None:
-        resolve(int(index)) if index >= 0 else None
+        if index >= 0:
+            resolve(int(index))
 
     accelerator = constant(torch.device("cuda"))
     dtypes = {getattr(torch, name) for name in FACTS["dtypes"] if hasattr(torch, name)}
-    in_c: dict[str, Any] = {
+    c_members: dict[str, Any] = {
         "_get_accelerator": accelerator,
         "_accelerator_getAccelerator": accelerator,
         "_cuda_setDevice": set_device,
@@ -198,7 +193,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         "_has_cudnn": True,
         "has_cuda": True,
     }
-    patches.set_all(in_c, torch._C)
+    patches.set_all(c_members, torch._C)
     patches.set(torch.cuda, "_initialized", True)
     patches.set(torch.cuda, "_cached_device_count", GPU.num_visible)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)

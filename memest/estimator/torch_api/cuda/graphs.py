@@ -26,13 +26,17 @@ from memest.estimator.tensors.placement import GPU, storage_key
 Pool = tuple[int, int]  # id of a private pool: 0 and its number
 
 
+def _number_of(pool: Pool) -> int:
+    return FIRST_PRIVATE_POOL + pool[1]  # in the allocator
+
+
 class Captures:
     """Private memory pools of a run: ids, numbers of users, and captures of CUDA graphs into
     pools."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode
-        self.num_users = Counter[int]()  # graphs and `MemPool` objects of each pool, by its number
+        self.num_users = Counter[Pool]()  # graphs and `MemPool` objects of each pool
         self._numbers = itertools.count(1)
         self._states: Any = WeakKeyDictionary()  # seed and offset on the GPU, by generator
 
@@ -43,8 +47,8 @@ class Captures:
     def begin(self, pool: Pool) -> None:
         """Begin a capture: until it ends, allocate from the private pool with id `pool`."""
         self.register(torch.cuda.default_generators[GPU.device.index])
-        self.num_users[pool[1]] += 1
-        self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
+        self.num_users[pool] += 1
+        self.mode.timeline.capture_into(_number_of(pool))
 
     def register(self, generator: torch.Generator) -> None:
         """Allocate seed and offset of `generator` on the GPU, as
@@ -56,10 +60,10 @@ class Captures:
 
     def release(self, pool: Pool) -> None:
         """Record that a user of `pool` was freed. A pool without users can free its segments."""
-        self.num_users[pool[1]] -= 1
-        if not self.num_users[pool[1]]:
-            self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
-        if not +self.num_users:
+        self.num_users[pool] -= 1
+        if not self.num_users[pool]:
+            self.mode.memory.allocator.released_pools.add(_number_of(pool))
+        if not any(self.num_users.values()):
             self._states.clear()
 
 
@@ -117,14 +121,16 @@ class MemPool:
 
     def __init__(self, allocator: Any = None, *options: bool, **kwargs: bool) -> None:
         if allocator is not None or any((*options, *kwargs.values())):
-            names = ["allocator"] * (allocator is not None) + sorted(kwargs or ["use_on_oom"])
-            refusing(f"torch.cuda.MemPool({names[0]}=...)")()
+            name = "allocator"
+            if allocator is None:  # the first positional option is `use_on_oom`
+                name = min(kwargs, default="use_on_oom")
+            refusing(f"torch.cuda.MemPool({name}=...)")()
         self.id = self.captures.new_pool()
-        self.captures.num_users[self.id[1]] += 1
+        self.captures.num_users[self.id] += 1
 
     def use_count(self) -> int:
         """Return the number of users of the pool: this object and CUDA graphs."""
-        return self.captures.num_users[self.id[1]]
+        return self.captures.num_users[self.id]
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         """Return the pool's segments as `torch.cuda.memory_snapshot` does, always without
@@ -144,7 +150,7 @@ class _PoolFunctions:
         self._mode, self._memory = mode, mode.memory
 
     def beginAllocateCurrentThreadToPool(self, device: int, pool: Pool) -> None:
-        self._mode.timeline.serve_from(FIRST_PRIVATE_POOL + pool[1])
+        self._mode.timeline.serve_from(_number_of(pool))
 
     beginAllocateCurrentStreamToPool = beginAllocateToPool = beginAllocateCurrentThreadToPool
 
@@ -156,7 +162,7 @@ class _PoolFunctions:
 
     def getCheckpointState(self, device: int, pool: Pool) -> tuple[int, dict[int, int]]:
         """Return (number of the pool, {address: bytes} of its allocated blocks)."""
-        number = FIRST_PRIVATE_POOL + pool[1]
+        number = _number_of(pool)
         blocks = self._memory.blocks_of(number).values()
         return number, {block.address: block.num_bytes for block in blocks}
 
@@ -169,7 +175,7 @@ class _PoolFunctions:
             self._memory.restore(number, blocks, live, site)
 
     def checkPoolLiveAllocations(self, device: int, pool: Pool, addresses: set[int]) -> bool:
-        blocks = self._memory.blocks_of(FIRST_PRIVATE_POOL + pool[1]).values()
+        blocks = self._memory.blocks_of(_number_of(pool)).values()
         return {block.address for block in blocks} == addresses
 
 
@@ -219,7 +225,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
     def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
         """Within the block, serve requests of this thread from `pool`; `device` is ignored."""
-        with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
+        with setting(mode.timeline, "mem_pool", _number_of(pool.id)):
             yield
 
     members = {"captures": captures, "__module__": "torch.cuda"}

@@ -1,7 +1,7 @@
 """Memory functions of `torch.cuda`, read from the simulated allocator, and its history."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from traceback import walk_stack
@@ -83,15 +83,6 @@ class _Functions(_Replacements):
         self._allocator.empty_cache()
         self._memory.history.emptied()
 
-    def hostMemoryStats(self) -> dict[str, Any]:
-        """Return statistics of pinned host memory, all 0: it is not simulated."""
-        zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
-        times = dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
-        names = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
-        stats: dict[str, Any] = {name: dict(zeros) for name in names}
-        stats |= {name: dict(times) for name in ("host_alloc_time", "host_free_time")}
-        return stats | {"num_host_alloc": 0, "num_host_free": 0}
-
     def getAllocatorBackend(self) -> str:
         return "native"
 
@@ -112,7 +103,8 @@ class _Functions(_Replacements):
         `UnsupportedError` if a setting changes after the first segment is reserved."""
         allocator = self._allocator
         allocator.read_settings()
-        settings, before = changed_settings(allocator.settings, text), allocator.settings
+        before = allocator.settings
+        settings = changed_settings(before, text)
         comparable = replace(settings, text=before.text, without_effect=before.without_effect)
         if allocator.reserved_bytes:
             if comparable == before:
@@ -165,7 +157,6 @@ def _check(device: Any) -> None:
 
 
 _OWN = str(Path(__file__).resolve().parents[2])
-_TORCH_OPS = torch._ops.__file__
 
 Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), innermost first
 
@@ -188,7 +179,7 @@ class Stacks:
                 stack.append((code, frame.f_lasti))
                 continue
             # called by memest itself
-            while stack and getattr(stack[-1][0], "co_filename", "") == _TORCH_OPS:
+            while stack and getattr(stack[-1][0], "co_filename", "") == torch._ops.__file__:
                 stack.pop()
             if needs_operator and code.co_name == "__torch_dispatch__":
                 stack.append((frame.f_locals["func"]._schema.name, 0))
@@ -226,11 +217,12 @@ class _Recordings(_Replacements):
 
     def record_memory_history(
         self, enabled: str | None, context: str | None = "all", stacks: str = "all",
-        max_entries: int = sys.maxsize, clear_history: bool = False, *others: Any,
+        max_entries: int = sys.maxsize, clear_history: bool = False, compile_context: bool = False,
+        has_annotations: bool = False, skipped_actions: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Start recording the allocator's events, or stop if `enabled` is None. Options are those
-        of `torch.cuda.memory._record_memory_history`; a wrong one raises `RuntimeError`. `others`
-        are compile context, annotations and actions to skip; only the last has an effect."""
+        of `torch.cuda.memory._record_memory_history`; a wrong one raises `RuntimeError`.
+        `compile_context` and `has_annotations` have no effect."""
         options = {"state": enabled, "context": context, "stacks": stacks}
         for option, value in options.items():
             if value not in _CHOICES[option]:
@@ -246,7 +238,7 @@ class _Recordings(_Replacements):
             collector.gather, collector.frames_of,
             context=Context.NEVER if context is None else Context[context.upper()],
             max_entries=max(1, max_entries) if enabled == "all" else 1,
-            skipped=frozenset(others[2] if len(others) > 2 else ()),
+            skipped=frozenset(skipped_actions),
         )  # fmt: skip
         history.metadata = self._metadata
         if previous is not None:
@@ -260,7 +252,9 @@ class _Recordings(_Replacements):
         """Start or stop a recording, by the flags of torch's older function. The recording's
         `context` is "alloc" with `has_stacks_of_entries`, else "state" with `has_stacks`, else
         None. Its `stacks` are "all" with `has_cpp_stacks`, else "python"."""
-        context = "alloc" if has_stacks_of_entries else "state" if has_stacks else None
+        context = "state" if has_stacks else None
+        if has_stacks_of_entries:
+            context = "alloc"
         stacks = "all" if has_cpp_stacks else "python"
         state = "all" if enabled else None
         self.record_memory_history(state, context, stacks, max_entries, *others)
@@ -307,7 +301,7 @@ class _Recordings(_Replacements):
 
     def allocationTraceback(self, address: int) -> list[dict[str, Any]] | None:
         history = self._allocator.history
-        return (history and history.frames_at(address)) or None
+        return None if history is None else history.frames_at(address) or None
 
     def setMemoryMetadata(self, text: str) -> None:
         self._metadata = text

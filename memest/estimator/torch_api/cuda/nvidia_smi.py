@@ -70,7 +70,8 @@ def install(patches: Any, module: Any) -> None:
 
     def start_with_program(self: Any, args: Any, *rest: Any, **options: Any) -> None:
         arguments = args if isinstance(args, list | tuple) else [args]
-        if any(NAME in os.fsdecode(word) for word in arguments) and len(rest) < 10:
+        has_env = len(rest) >= 10  # `env` is the tenth parameter after `args`
+        if not has_env and any(NAME in os.fsdecode(word) for word in arguments):
             options["env"] = _environment(folder(), options.get("env"), module)
         start(self, args, *rest, **options)
 

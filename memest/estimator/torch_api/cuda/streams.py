@@ -23,11 +23,12 @@ class CudaStream:
         resolve(device)
         number = options.get("number", options.get("stream_id"))
         if number is None:
-            number = self.session.timeline.new_stream(max(PRIORITIES[1], min(priority, 0)))
+            least, greatest = PRIORITIES
+            number = self.session.timeline.new_stream(max(greatest, min(priority, least)))
         self.number = number
         self.device = GPU.device
         self.priority = priority
-        self.device_index, self.device_type = GPU.device.index, 1
+        self.device_index, self.device_type = GPU.device.index, 1  # `DeviceType::CUDA`
         self.cuda_stream = self.stream_id = self.native_handle = self.number
         self._contexts: list[Any] = []  # of `with` blocks that are open
 

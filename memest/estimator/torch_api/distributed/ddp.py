@@ -34,8 +34,6 @@ from memest.estimator.tensors.storages import MemKind
 
 _ProcessGroup: Any = c10d.ProcessGroup
 _Reducer: Any = c10d.Reducer
-_Logger: Any = c10d.Logger
-_work_of: Any = c10d.__dict__["_create_work_from_future"]
 
 _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """Indices of parameters in the message of `Reducer::ensure_prior_reduction_finished`."""
@@ -109,7 +107,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
 def _done(tensors: list[Tensor]) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(tensors)
-    return _work_of(future)
+    return c10d.__dict__["_create_work_from_future"](future)
 
 
 class Reducer(_Reducer):  # type: ignore[misc]
@@ -198,10 +196,10 @@ class _Accumulation:
         if self._stream != MAIN:
             parameters: Iterable[Any] = params
             self._hooks = [
-                p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters
+                p.register_post_accumulate_grad_hook(self._move_to_stream) for p in parameters
             ]
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
+    def _move_to_stream(self, parameter: nn.Parameter) -> None:
         mode = self._mode
         mode.timeline.stream_waits(self._stream, mode.timeline.event(MAIN))
         assert parameter.grad is not None
@@ -231,18 +229,18 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         register(reducer, reducer._group.group, hook)
 
     def register(reducer: Reducer, state: Any, hook: Any) -> None:
-        c10d._register_comm_hook(reducer, state, _awaited(hook))
+        c10d._register_comm_hook(reducer, state, _with_wait(hook))
 
     reducer_class: Any = type("Reducer", (Reducer,), {"session": mode})
     patches.set(dist, "Reducer", reducer_class)
-    patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
+    patches.set(c10d.Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
         patches.set(dist, name, partial(_on_nccl, mode, getattr(c10d, name)))
     patches.set(dist, "_register_comm_hook", register)
     patches.set(dist, "_register_builtin_comm_hook", register_builtin)
 
 
-def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _with_wait(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a communication hook that calls `hook`, and waits for its futures at the end of the
     backward. The wait raises `RuntimeError` if a result has fewer elements than its bucket."""
     futures: list[tuple[Any, int]] = []
@@ -260,8 +258,10 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         future = hook(state, bucket)
         futures.append((future, bucket.buffer().numel()))
         if bucket.is_last():
-            is_in_backward = torch._C._current_graph_task_id() != -1
-            _at_end_of_backward(wait) if is_in_backward else wait()
+            if torch._C._current_graph_task_id() == -1:  # outside of a backward
+                wait()
+            else:
+                _at_end_of_backward(wait)
         return future
 
     return run

@@ -25,14 +25,15 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(owner, "isfinite")(partial(_isfinite, DTensor, mode))
 
 
-def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
-    """Return torch's `isfinite(tensor)`, or all True if the result is a DTensor (class `kind`) of
-    guessed values. The function of torch first compares `tensor == tensor`. Equality is assumed if
+def _isfinite(dtensor: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
+    """Return torch's `isfinite(tensor)`, or all True if the result is a DTensor (class `dtensor`)
+    of guessed values. torch's function first compares `tensor == tensor`. Equality is assumed if
     both operands are the same tensor. Up to torch 2.9 the norm of gradients is partial, that is,
     not yet summed over ranks. DTensor then sums the left and the right operand separately. So two
     tensors are compared, and their equality is unknown."""
     out: Tensor = isfinite(tensor)
-    if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
+    part = local_part(out)
+    if isinstance(out, dtensor) and mode.values.is_guessed([part]):
         mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
     return out
 
@@ -102,7 +103,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     for module in (_fsdp_param, _fsdp_param_group):
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
-    def of_node(state: Any, handle: Any, *args: Any) -> Any:
+    def on_stream_of_node(state: Any, handle: Any, *args: Any) -> Any:
         """Return the context in which FSDP1's `_post_backward_hook(state, handle, *args)` runs. In
         it, the current stream is that of the `AccumulateGrad` node of `handle.flat_param`. `state`
         and `args` have no effect."""
@@ -112,13 +113,13 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     handle_type = _flat_param.FlatParamHandle
 
     @patches.wrap(handle_type, "_use_unsharded_views")
-    def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
+    def use_views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
         """Call torch's `use_unsharded_views`, and record the current stream for the
         `AccumulateGrad` node."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
-    patches.within(_runtime_utils, "_post_backward_hook", of_node)
+    patches.within(_runtime_utils, "_post_backward_hook", on_stream_of_node)
     # outside of inference mode, where torch refuses the data of the views on meta
     patches.within(handle_type, "_use_sharded_views", lambda handle: torch.no_grad())
     patches.within(handle_type, "_use_sharded_views", lambda handle: torch.inference_mode(False))

@@ -37,13 +37,13 @@ class _Functions:
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
         self._mode, self._works, self._rank, self._mailbox = mode, mode.works, rank, rank.mailbox
-        self._join: Any = c10d.init_process_group
-        self._make, self._true_backend = c10d.new_group, c10d.get_backend
-        self._send_all = c10d.batch_isend_irecv
-        self._names: dict[int, str] = {}
+        self._true_init: Any = c10d.init_process_group
+        self._true_new_group, self._true_backend = c10d.new_group, c10d.get_backend
+        self._true_batch = c10d.batch_isend_irecv
+        self._backend_by_group: dict[int, str] = {}
         self._default = "nccl"
         self._store: Any = None  # store of the default group, kept alive for its C++ object
-        self._of_barrier: list[Tensor] = []
+        self._barrier_tensors: list[Tensor] = []
 
     def init_process_group(
         self, backend: str | None = None, init_method: str | None = None, timeout: Any = None,
@@ -62,7 +62,7 @@ class _Functions:
             )
         self._works.is_eager = kwargs.get("device_id") is not None
         self._store = Store(this_rank, self._mode.attribution.lines.current)
-        self._join(backend=FAKE, rank=this_rank.rank, world_size=size, store=self._store)
+        self._true_init(backend=FAKE, rank=this_rank.rank, world_size=size, store=self._store)
         self._default = self._record(c10d._get_default_group(), backend)
         self._mailbox.arrive("init_process_group", range(size))
 
@@ -71,12 +71,12 @@ class _Functions:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         kwargs.pop("device_id", None)
-        group = self._make(ranks, None, FAKE, None, *args, **kwargs)
+        group = self._true_new_group(ranks, None, FAKE, None, *args, **kwargs)
         self._record(group, backend)
         return group
 
     def get_backend(self, group: Any = None) -> Any:
-        name = self._names.get(id(group or c10d._get_default_group()))
+        name = self._backend_by_group.get(id(group or c10d._get_default_group()))
         return name or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
@@ -84,14 +84,16 @@ class _Functions:
         group's backend. If `init_process_group` got a `device_id`, create NCCL's communicator
         immediately (`eager_connect_single_device`)."""
         name = str(backend or self._default).lower()
-        self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
+        if "nccl" in name or name == FAKE:  # also "cpu:gloo,cuda:nccl"
+            name = "nccl"
+        self._backend_by_group[id(group)] = name
         if self._works.is_eager and name == "nccl" and isinstance(group, dist.ProcessGroup):
             self._works.create(group)
         return name
 
     def batch_isend_irecv(self, operations: Any) -> Any:
         with setting(self._works, "is_batch", True):
-            return self._send_all(operations)
+            return self._true_batch(operations)
 
     def is_nccl_available(self) -> bool:
         return True
@@ -105,7 +107,7 @@ class _Functions:
         self._works.communicate(group)
         ranks = tuple(dist.get_process_group_ranks(group))
         self._mailbox.arrive(("barrier", ranks), ranks)
-        self._of_barrier[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
+        self._barrier_tensors[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
         torch.zeros(1, device=GPU.device)
         self._mode.timeline.synchronize()
         return DoneWork() if async_op else None
@@ -235,12 +237,12 @@ def _accept_plans(patches: Patches, planner: Any) -> None:
     `planner` is torch's module of that name. Only rank 0 writes; torch's `dedup_save_plans` would
     spread equal shards over the ranks."""
 
-    def of_first(plans: list[Any], *args: Any) -> list[Any]:
+    def empty_all_but_first(plans: list[Any], *args: Any) -> list[Any]:
         return [plans[0], *(replace(plan, items=[]) for plan in plans[1:])]
 
     accepted = planner._validate_global_plan([], planner.Metadata({}))  # True, or no errors
     patches.set(planner, "_validate_global_plan", lambda plan, metadata: accepted)
-    patches.set(planner, "dedup_save_plans", of_first)
+    patches.set(planner, "dedup_save_plans", empty_all_but_first)
 
 
 def _leave() -> None:

@@ -29,17 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.gpu.host import VIRTUAL_HOST_BYTES
 from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.patches import Patches, constant, setting
-from memest.estimator.tensors.placement import (
-    CPU,
-    GPU,
-    META,
-    Place,
-    host_storages,
-    is_meta,
-    resolve,
-    storage_key,
-)
+from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_meta, resolve
 
 MAPPED_BYTES = 1 << 26  # larger files are mapped, not read: their values are not needed
 MAX_KNOWN_BYTES = 1 << 20  # size up to which integers have known values on the GPU
@@ -90,9 +82,10 @@ class Checkpoints:
         """Return (function, arguments) from which pickle rebuilds `tensor`, which has no data. They
         have its values if these are known, else a placeholder: one zero, with strides of 0."""
         storage = tensor.untyped_storage()
-        is_guessed = storage_key(tensor) in self._mode.values.guessed
+        is_guessed = placement.storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
-        size, mark = tuple(tensor.size()), None
+        size = tuple(tensor.size())
+        mark: str | None = None
         if value is not None:
             new_storage = _clone(value.untyped_storage())
             geometry = tensor.storage_offset(), size, tensor.stride()
@@ -107,12 +100,13 @@ class Checkpoints:
         return _pickled(new_storage, tensor.dtype, geometry, tensor.requires_grad, mark)
 
     def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-        memo, key = self._state.placeholders, (storage._cdata, dtype)
-        memo = {} if memo is None else memo
-        if key not in memo:
+        shared = self._state.placeholders  # None outside of `torch.save`
+        placeholders = {} if shared is None else shared
+        key = (storage._cdata, dtype)
+        if key not in placeholders:
             with _disable_current_modes():
-                memo[key] = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
-        return memo[key]
+                placeholders[key] = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
+        return placeholders[key]
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `load`, the original `torch.load`, on the file `f`. Use `mmap=True` if `f` is the
@@ -139,19 +133,21 @@ class Checkpoints:
         mark = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
         is_large = storage.dtype.is_floating_point and untyped.nbytes() >= VIRTUAL_HOST_BYTES
-        is_of_meta = untyped.device.type == "meta" and mark is None
-        if is_of_meta or not (is_gpu or mark or self._state.is_mapped):
+        is_saved_on_meta = untyped.device.type == "meta" and mark is None
+        if is_saved_on_meta or not (is_gpu or mark or self._state.is_mapped):
             return make(storage, offset, size, stride)
+        num_bytes = untyped.nbytes()
+        if mark:
+            num_bytes, offset, stride = mark
+        has_no_data = is_gpu or mark or is_large
         base = getattr(untyped, _BASE, None)
         if base is None:
-            if is_gpu or mark or is_large:
-                base = self._allocate(untyped, mark[0] if mark else untyped.nbytes(), storage.dtype)
+            if has_no_data:
+                base = self._allocate(untyped, num_bytes, storage.dtype)
             else:
                 base = _clone(untyped)  # clone, since the file may be overwritten meanwhile
             setattr(untyped, _BASE, base)
-        if mark:
-            offset, stride = mark[1:]
-        device = META if is_gpu or mark or is_large else CPU
+        device = META if has_no_data else CPU
         with _disable_current_modes():
             tensor = torch.empty(0, dtype=storage.dtype, device=device)
             return tensor.set_(base, offset, size, stride)
@@ -190,7 +186,7 @@ class Checkpoints:
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _meta_storage(storage.nbytes())
-            self._place(base, "clone", on_host=key in host_storages)
+            self._place(base, "clone", on_host=key in placement.host_storages)
             values = mode.values.copies.get(key)
             if values is not None:
                 mode.values.copies[base._cdata] = _clone(values)
@@ -268,7 +264,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
     @patches.wrap(storage_class, "clone")
     def cloned(clone: Any, storage: Any) -> Any:
         key = storage._cdata
-        if key in mode.memory.live or key in host_storages:
+        if key in mode.memory.live or key in placement.host_storages:
             return checkpoints.copied(storage)
         return clone(storage)
 
