@@ -33,7 +33,7 @@ class LiveModules:
         self._path_by_module: dict[int, str] = {}  # by `id`, as are the next two
         self._path_by_parameter: dict[int, str] = {}
         self._models: dict[int, weakref.ref[nn.Module]] = {}
-        self._stack: list[nn.Module] = []  # running modules, the innermost last
+        self._stack: list[str] = []  # paths of the running modules, the innermost last
         self._line = ""  # running line of the script
         self._starts: list[int] = []  # sequence numbers of autograd, from which `_owners` hold
         self._owners: list[tuple[str, str]] = []  # (path of the module, line)
@@ -101,10 +101,7 @@ class LiveModules:
 
     def current(self) -> str:
         """Return the path of the running module, in forward or backward; "" if none runs."""
-        if self._stack:
-            return self.path_of(self._stack[-1])
-        path, _ = self.in_backward()
-        return path
+        return self._stack[-1] if self._stack else self.in_backward()[0]
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that were called and still exist."""
@@ -148,7 +145,7 @@ class LiveModules:
         while an operator runs, since the operator's node already has its number. Otherwise `offset`
         is 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
-        owner = self.path_of(self._stack[-1]) if self._stack else "", self._line
+        owner = self._stack[-1] if self._stack else "", self._line
         owner = self._unique_owners.setdefault(owner, owner)
         if self._starts and self._starts[-1] >= start:
             self._owners[-1] = owner
@@ -160,7 +157,8 @@ class LiveModules:
         module = getattr(module, "_orig_mod", module)  # unwrap torch.compile's OptimizedModule
         if not self._stack:
             self._record_call(module)
-        self._stack.append(module)
+        # a module that no called model has, such as one in a list, counts for the one that calls it
+        self._stack.append(self.path_of(module) or (self._stack or [""])[-1])
         self._record_owner()
 
     def _record_call(self, module: nn.Module) -> None:

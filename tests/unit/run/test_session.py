@@ -483,3 +483,20 @@ def test_gradients_that_a_closure_makes_are_gradients_of_a_freed_model() -> None
         step_by_a_closure()
 
     assert {row.name: row.num_bytes for row in gpu.report().terms}["grads"] == 4 * MIB
+
+
+def test_memory_of_a_module_in_a_list_is_that_of_the_model_that_calls_it() -> None:
+    """torchrl's losses have their networks so."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.networks = [nn.Linear(1024, 1024, device="cuda")]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.networks[0](inputs)  # type: ignore[no-any-return]
+
+    with memest.virtual_gpu() as gpu:
+        Loss()(torch.ones(1024, 1024, device="cuda"))
+
+    assert {row.name: row.num_bytes for row in gpu.report().modules}["Loss"] >= 4 * MIB
