@@ -163,7 +163,6 @@ class VirtualGpu:
         placement.install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
-        branches.install(patches, mode.notes)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
         self._own_steps.install(patches)
         mode.host.rng.install(patches)
@@ -171,6 +170,7 @@ class VirtualGpu:
         hooks.install()
         self._stack.callback(hooks.remove)
         saved_hooks.install(patches, hooks, mode.work)
+        branches.install(patches, hooks, mode.guesses)
         processes.install(patches, mode.notes.add, self.rank)
         for module in (checkpoints, pretrained, integrations):
             module.install(patches, mode, hooks)

@@ -83,20 +83,8 @@ class PhaseRecorder:
         params = self._num_bytes(self.states.params())
         grads = self._num_bytes(self.states.grads())
         state = self._num_bytes(self.states.optimizer())
-        self.rows.append(
-            PhaseRow(
-                step=step,
-                micro_batch=micro_batch,
-                phase=phase,
-                params_bytes=params,
-                grads_bytes=grads,
-                optimizer_bytes=state,
-                activations_bytes=reading.allocated_bytes - params - grads - state,
-                allocated_bytes=reading.allocated_bytes,
-                peak_allocated_bytes=reading.peak_allocated_bytes,
-                reserved_bytes=reading.reserved_bytes,
-            )
-        )
+        place = {"step": step, "micro_batch": micro_batch, "phase": phase}
+        self.rows.append(PhaseRow.of(reading, (params, grads, state), **place))
         self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:

@@ -82,15 +82,23 @@ class PhaseRow:
     peak_allocated_bytes: int  # Highest allocated bytes since the previous row
     reserved_bytes: int
 
+    @classmethod
+    def of(cls, memory: Any, states: tuple[int, int, int], **place: Any) -> "PhaseRow":
+        """Return the row of `memory`, an allocator or a reading of one. The `states` are bytes of
+        parameters, gradients and optimizer; `place` has step, micro-batch and phase."""
+        params, grads, optimizer = states
+        return cls(
+            params_bytes=params, grads_bytes=grads, optimizer_bytes=optimizer,
+            activations_bytes=memory.allocated_bytes - sum(states),
+            allocated_bytes=memory.allocated_bytes, reserved_bytes=memory.reserved_bytes,
+            peak_allocated_bytes=memory.peak_allocated_bytes, **place,
+        )  # fmt: skip
+
     @property
     def kinds(self) -> dict[str, int]:
         """Bytes of params, grads, optimizer and activations; their sum is the allocated bytes."""
-        return {
-            "params": self.params_bytes,
-            "grads": self.grads_bytes,
-            "optimizer": self.optimizer_bytes,
-            "activations": self.activations_bytes,
-        }
+        names = "params", "grads", "optimizer", "activations"
+        return {name: getattr(self, f"{name}_bytes") for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

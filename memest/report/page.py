@@ -89,10 +89,8 @@ def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
     )
     packed = np.fromiter(chain.from_iterable(columns), dtype="<u4")
     return {
-        "step": step.step,
-        "points": step.num_points,
-        "peak": peak,
-        "peak_bytes": int(levels[peak]),
+        "step": step.step, "points": step.num_points,
+        "peak": peak, "peak_bytes": int(levels[peak]),
         "refused_bytes": step.refused_bytes,
         "kinds": list(KINDS),
         "spans": [[span.name, span.start, span.stop] for span in step.spans],
@@ -100,7 +98,7 @@ def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
         "rows": len(step.blocks),
         "changes": len(step.reserved),
         "columns": base64.b64encode(zlib.compress(packed.tobytes(), 9)).decode(),
-    }
+    }  # fmt: skip
 
 
 def _units(num_bytes: int) -> int:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim import lbfgs
 
+from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.tensors.lines import Notes
 from memest.estimator.tensors.patches import Patches
 
@@ -31,14 +32,27 @@ ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimiz
 STEADY_ROUNDS = 64  # rounds of a loop that allocate the same bytes each, before it ends early
 
 
-def install(patches: Patches, notes: Notes) -> None:
+def install(patches: Patches, hooks: ImportHooks, guesses: Any) -> None:
     """Make line searches of `torch.optim.LBFGS` end with their first step, which is accepted mostly
-    (Nocedal and Wright, Numerical Optimization, 2006, section 6.1), and add a note to `notes`."""
+    (Nocedal and Wright, Numerical Optimization, 2006, section 6.1). Make `scipy.optimize.minimize`
+    succeed if it reads one of `guesses`: its own line search finds that they contradict."""
 
     @patches.wrap(lbfgs, "_strong_wolfe")
     def search(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        notes.add("line searches of L-BFGS are assumed to end with their first step")
+        guesses.notes.add("line searches of L-BFGS are assumed to end with their first step")
         return original(*args, **(kwargs | {"max_ls": 0}))
+
+    def assume_success(module: ModuleType) -> None:
+        @patches.wrap(module, "minimize")
+        def minimize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            num_reads = guesses.counts.total()
+            result = original(*args, **kwargs)
+            if guesses.counts.total() > num_reads:
+                guesses.notes.add("`scipy.optimize.minimize` is assumed to succeed")
+                result.update(success=True, status=0, message="CONVERGENCE")
+            return result
+
+    hooks.after("scipy.optimize", assume_success)
 
 
 class WaitingLoops:

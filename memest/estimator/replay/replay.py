@@ -514,22 +514,10 @@ class _Replay:
 
     def _probe(self, part: Part, phase: Phase, micro_batch: int) -> None:
         allocator, state = self.allocator, part.state
-        states = state.params + state.grads + state.optimizer
+        states = state.params, state.grads, state.optimizer
         self.close_peaks()
-        self.result.rows.append(
-            PhaseRow(
-                step=self.step,
-                micro_batch=micro_batch,
-                phase=phase,
-                params_bytes=state.params,
-                grads_bytes=state.grads,
-                optimizer_bytes=state.optimizer,
-                activations_bytes=allocator.allocated_bytes - states,
-                allocated_bytes=allocator.allocated_bytes,
-                peak_allocated_bytes=allocator.peak_allocated_bytes,
-                reserved_bytes=allocator.reserved_bytes,
-            )
-        )
+        place = {"step": self.step, "micro_batch": micro_batch, "phase": phase}
+        self.result.rows.append(PhaseRow.of(allocator, states, **place))
         allocator.peak_allocated_bytes = allocator.allocated_bytes
         self.player.reached(self.step, micro_batch, phase)
 

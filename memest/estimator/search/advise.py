@@ -135,19 +135,15 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON values."""
         return {
-            "schema": SCHEMA,
-            "gpu": self.gpu,
-            "limit_bytes": self.limit_bytes,
-            "fits": self.fits,
+            "schema": SCHEMA, "gpu": self.gpu, "limit_bytes": self.limit_bytes, "fits": self.fits,
             "current": self.current.to_dict(),
             "options": [option.to_dict() for option in self.options],
             "not_enough": [option.to_dict() for option in self.not_enough],
             "smallest": self.smallest.to_dict(),
             "refused": list(map(asdict, self.refused)),
             "not_tried": list(self.not_tried),
-            "num_predictions": self.num_predictions,
-            "is_complete": self.is_complete,
-        }
+            "num_predictions": self.num_predictions, "is_complete": self.is_complete,
+        }  # fmt: skip
 
 
 class _Spent(Exception):

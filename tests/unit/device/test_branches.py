@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,27 @@ def test_lbfgs_adds_to_its_history_in_each_iteration(search: str | None) -> None
         "line searches of L-BFGS are assumed to end with their first step" in gpu.report().notes
     )
     assert has_note == (search is not None)
+
+
+def test_a_minimum_is_found_where_values_are_guessed() -> None:
+    """BoTorch's `fit_gpytorch_mll` raises an error if SciPy finds none."""
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        optimize = pytest.importorskip("scipy.optimize")
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device="cuda"))
+
+        def loss_and_grad(x: Any) -> tuple[float, Any]:
+            weight.data.copy_(torch.from_numpy(x))
+            weight.grad = None
+            loss = (weight @ weight).exp()
+            loss.backward()
+            return loss.item(), weight.grad.cpu().numpy()
+
+        start = torch.ones(3, dtype=torch.float64).numpy()
+        found = optimize.minimize(loss_and_grad, start, jac=True, method="L-BFGS-B")
+        known = optimize.minimize(lambda x: (x**2).sum(), start, options={"maxiter": 0})
+
+    assert (found.success, known.success) == (True, False)
+    assert "`scipy.optimize.minimize` is assumed to succeed" in gpu.report().notes
 
 
 def test_a_loop_on_a_known_value_takes_both_ways(loops: ModuleType) -> None:
