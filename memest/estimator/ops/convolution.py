@@ -491,12 +491,12 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
-def double_backward(next_kernel: Next, *args: Any) -> Any:
+def run_double_backward(next_kernel: Next, *args: Any) -> Any:
     """Run a convolution's double backward `next_kernel`, in which weights are made contiguous.
 
     The double backward consists of several convolutions (`_convolution_double_backward` of
     native/Convolution.cpp). For a GPU tensor (`is_cuda()`), C++ calls `contiguous()` for the weight
-    of such a convolution. `in_double_backward` does the same. C++ also calls `contiguous()` for the
+    of such a convolution. `run_convolution` does the same. C++ also calls `contiguous()` for the
     input of some of the convolutions. This call is left out. Instead the convolution itself copies
     the input, which is later than in C++.
     """
@@ -505,6 +505,6 @@ def double_backward(next_kernel: Next, *args: Any) -> Any:
 
 
 @registry.above_autograd("convolution")
-def in_double_backward(next_kernel: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+def run_convolution(next_kernel: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Run the convolution `next_kernel`; make the weight contiguous first in a double backward."""
     return next_kernel(x, weight.contiguous() if INSIDE.double_backward else weight, *options)

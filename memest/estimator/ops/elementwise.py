@@ -101,7 +101,7 @@ register(
 )
 
 
-def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
+def _softmax_rule(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(next_kernel: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by torch's
         `next_kernel`. A `dtype` of None is that of `x`."""
@@ -114,7 +114,7 @@ def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
 
 for _name in ("softmax", "log_softmax"):
     _kernel = getattr(aten, f"_{_name}").default
-    register(f"{_name}.int", above_autograd=_softmax(_kernel), vmap_key=registry.UNDER_VMAP)
+    register(f"{_name}.int", above_autograd=_softmax_rule(_kernel), vmap_key=registry.UNDER_VMAP)
 
 
 @registry.above_autograd("mish_backward")

@@ -72,8 +72,8 @@ def install(patches: Patches, mode: SimMode) -> None:
 
     _follow_masks(patches, mode)
     for name, replacement in (
-        ("_transformer_encoder_layer_fwd", _layer),
-        ("_native_multi_head_attention", _attention),
+        ("_transformer_encoder_layer_fwd", _run_layer),
+        ("_native_multi_head_attention", _run_attention),
         ("_nested_tensor_from_mask_left_aligned", is_left_aligned),
         ("_nested_tensor_from_mask", packed),
     ):
@@ -148,7 +148,7 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     return expanded, column, positions
 
 
-def _attention(
+def _run_attention(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor,
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
@@ -191,13 +191,13 @@ def _attention(
     return (_as_packed(out, query.padded_shape) if isinstance(query, Packed) else out), weights
 
 
-def _layer(src: Tensor, *args: Any) -> Tensor:
-    """Run torch's C++ encoder layer on meta tensors, with `_attention` as its attention. `args` are
+def _run_layer(src: Tensor, *args: Any) -> Tensor:
+    """Run torch's C++ encoder layer on meta tensors; its attention is `_run_attention`. `args` are
     the arguments of `_transformer_encoder_layer_fwd` after `src`."""
     cpu = torch._C.DispatchKey.CPU
     out: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default._op_dk(cpu, src, *args)
     return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out
 
 
-registry.register("_native_multi_head_attention", decomposition=_attention)
-registry.register("_transformer_encoder_layer_fwd", decomposition=_layer)
+registry.register("_native_multi_head_attention", decomposition=_run_attention)
+registry.register("_transformer_encoder_layer_fwd", decomposition=_run_layer)

@@ -21,8 +21,8 @@ from memest.estimator.ops.temporaries import Events, passing
 from memest.plan.reading import read_table
 from memest.units import ceil_div, round_up
 
-LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED`
-SHARED = 32768  # largest transform that one block computes in shared memory, bytes
+LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED_BYTES`
+SHARED_BYTES = 32768  # largest transform that one block computes in shared memory, bytes
 FEW_PRIMES = 31  # largest prime factor of a length without an extra pass, in float32
 FEWER_PRIMES = 13  # the same in float64, and for each length of a 2-D transform
 ONE_PASS = frozenset((480, 600, 640, 768, 800, 960, 1000, 1920))  # real transforms above 400
@@ -48,7 +48,7 @@ def _largest_prime(n: int) -> int:
     return largest
 
 
-def _convolved(n: int) -> int:
+def _bluestein_length(n: int) -> int:
     """Return the length to which Bluestein's method pads `n` points, with prime factors up to 5."""
     length = 2 * n - 1
     while _largest_prime(length) > 5:
@@ -56,11 +56,11 @@ def _convolved(n: int) -> int:
     return length
 
 
-def _is_convolved(n: int, item: int) -> bool:
-    return _largest_prime(n) > LARGEST_PRIME and n * item > SHARED
+def _uses_bluestein(n: int, item: int) -> bool:
+    return _largest_prime(n) > LARGEST_PRIME and n * item > SHARED_BYTES
 
 
-def _is_split(n: int, item: int = 16) -> bool:
+def _needs_extra_pass(n: int, item: int = 16) -> bool:
     return (FEW_PRIMES if item == 8 else FEWER_PRIMES) < _largest_prime(n) < n
 
 
@@ -69,12 +69,12 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
     bytes each. `kind` is "fft", or "fft by strides" if their dimension is not contiguous."""
     if item == 8 and n in SHARES[kind]:
         return n * item * batch * (SHARES[kind][n] == "a")
-    if _is_convolved(n, item):
-        return 2 * round_up(_convolved(n) * item * batch, 1024)
+    if _uses_bluestein(n, item):
+        return 2 * round_up(_bluestein_length(n) * item * batch, 1024)
     if n == 32768 and batch >= 256:
         return 0
     is_long = n > 24576 or (n > 16384 and n % 7 == 0)
-    return n * item * batch if is_long or _is_split(n, item) else 0
+    return n * item * batch if is_long or _needs_extra_pass(n, item) else 0
 
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
@@ -88,9 +88,9 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
     if share or n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
         pairs = ceil_div(batch, 2)
         whole = n * item * pairs
-        if _is_convolved(n, item):
-            return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
-        if _is_split(n, item):
+        if _uses_bluestein(n, item):
+            return whole + 2 * (_bluestein_length(n) * item * pairs // 1024 + 1) * 1024
+        if _needs_extra_pass(n, item):
             return whole + round_up(max(whole, (n // 2 + 1) * item * 2 * pairs), 1024)
         needs_workspace = share or (n > 128 and _largest_prime(n) > 7)
         return whole + round_up(whole, 1024) if needs_workspace else 0
@@ -103,14 +103,14 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
     return 0 if is_one_pass else n * item // 2 * batch
 
 
-def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
+def _sizes_and_batch(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
     """Return (sizes of `tensor` in the transformed `dims`, number of transforms)."""
     sizes = [tensor.shape[dim] for dim in dims]
     return sizes, tensor.numel() // max(1, prod(sizes))
 
 
 def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
-    sizes, batch = _split(tensor, dims)
+    sizes, batch = _sizes_and_batch(tensor, dims)
     item = tensor.itemsize * (1 if tensor.is_complex() else 2)
     is_real = kind.startswith(("rfft", "irfft"))
     if len(sizes) == 1:
@@ -119,13 +119,13 @@ def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
         return 0
     m, n = sizes
     if is_real:
-        if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
+        if not (_needs_extra_pass(n) or (n > 128 and _largest_prime(n) > 7)):
             return 0
         whole = m * n * item * ceil_div(batch, 2)
-        is_halved = kind.startswith("irfft") and (_is_split(m) or _is_split(n))
+        is_halved = kind.startswith("irfft") and (_needs_extra_pass(m) or _needs_extra_pass(n))
         half = m * (n // 2 + 1) * item * batch if is_halved else 0
         return whole + round_up(max(whole, half), 1024)
-    return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
+    return m * n * item * batch if any(_needs_extra_pass(k) for k in sizes) else 0
 
 
 def _copy_bytes(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
@@ -141,11 +141,11 @@ def _copy_bytes(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
 
 
 def _is_measured(c: KernelCall) -> bool:
-    lengths, batch = _split(c.self, c.dim)
+    lengths, batch = _sizes_and_batch(c.self, c.dim)
     index = len(lengths) - 1
     if c.gpu.capability != (9, 0) or not 0 <= index < 3 or c.self.dtype not in DTYPES:
         return False
-    is_split = index == 2 and any(_is_split(n) for n in lengths)
+    is_split = index == 2 and any(_needs_extra_pass(n) for n in lengths)
     return max(lengths) <= MAX_LENGTHS[index] and batch <= MAX_BATCHES[index] and not is_split
 
 
@@ -157,7 +157,7 @@ register(
 
 
 @requests("_fft_c2c _fft_r2c")
-def forward(c: KernelCall) -> Events:
+def fft_forward(c: KernelCall) -> Events:
     """Allocations of `_fft_c2c` and `_fft_r2c`: result, copy of the input, workspace."""
     copy_bytes = _copy_bytes(c.self, c.self.stride(), c.dim)
     kind = "fft" if c.self.is_complex() else "rfft"
@@ -167,7 +167,7 @@ def forward(c: KernelCall) -> Events:
 
 
 @requests("_fft_c2r")
-def to_real(c: KernelCall) -> Events:
+def fft_to_real(c: KernelCall) -> Events:
     """Allocations of `_fft_c2r`: result, clone of the input, contiguous copy, workspace. cuFFT
     overwrites its input, so it gets the clone. A contiguous copy of the clone is made if
     `_copy_bytes` is not 0."""

@@ -175,7 +175,7 @@ def scaled_product(c: KernelCall) -> Tensor:
     return out.resize_(aten._scaled_mm.default(**arguments).shape)
 
 
-def _of_dtype(product: Product, c: KernelCall) -> Tensor:
+def _product_of_dtype(product: Product, c: KernelCall) -> Tensor:
     """Return the meta result of a product with argument `out_dtype`. If the call has an argument
     `out`, the result is `out`, resized. Otherwise it is a new tensor."""
     left, right = _factors(product, c.args)
@@ -195,7 +195,7 @@ for _packet, _product in (
     for _overload in ("dtype", "dtype_out"):
         if hasattr(_packet, _overload):
             _func = getattr(_packet, _overload)
-            register(_func, product=_product, result=partial(_of_dtype, _product))
+            register(_func, product=_product, result=partial(_product_of_dtype, _product))
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -> int:

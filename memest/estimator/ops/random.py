@@ -288,7 +288,7 @@ class CudaRng:
         if c.replacement and num_samples > 1:
             indices = None
             if probs is not None and rows == 1:
-                indices = _pick(generator, probs, num_samples)
+                indices = _sample(generator, probs, num_samples)
             generator.offset += DRAWS * ceil_div(rows, MAX_GRID_ROWS)
             return indices
         is_double = tensor.dtype == torch.float64
@@ -305,7 +305,7 @@ class CudaRng:
         return quotients.topk(num_samples).indices
 
 
-def _pick(generator: GpuGenerator, probs: Tensor, num_samples: int) -> Tensor | None:
+def _sample(generator: GpuGenerator, probs: Tensor, num_samples: int) -> Tensor | None:
     """Return `num_samples` indices drawn with replacement: uniform numbers searched in cumulative
     sums of the probabilities `probs`. None for too many samples, or if `probs` are not float32."""
     if num_samples > MAX_NUMEL or probs.dtype != torch.float32:

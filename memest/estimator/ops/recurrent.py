@@ -37,8 +37,8 @@ from memest.units import ceil_div, round_up
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
-_KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}  # rows of N * H in a layer's reserve space
-_STATES = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
+_RESERVE_ROWS = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}  # of N * H, in a layer's reserve
+_STATE_ROWS = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
 """Rows of B * H per layer in a forward workspace: for packed, padded and persistent kernels."""
 
 _BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (3, 11, 12), GRU: (1, 5, 6)}
@@ -117,11 +117,11 @@ def uses_static_algorithm(layers: Layers) -> bool:
 
 def reserve_bytes(layers: Layers) -> int:
     """Return the bytes of cuDNN's reserve space, which training saves for the backward. For each
-    row, a layer saves `_KEPT` vectors of the hidden size, such as gates. Each layer except the last
-    also saves its outputs and, with dropout, a bit mask."""
+    row, a layer saves `_RESERVE_ROWS` vectors of the hidden size, such as gates. Each layer except
+    the last also saves its outputs and, with dropout, a bit mask."""
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
-    layer_rows = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
+    layer_rows = _RESERVE_ROWS[layers.mode] + (1 if layers.proj_size else 0)
     rows = (layer_rows + 1) * num - 1
     total = n * d * size * (rows * h + num * layers.proj_size)
     total = round_up(total, _MASK_ALIGN) + _ALIGN
@@ -157,7 +157,7 @@ def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
         rows += 4 * gates * n * h
     if d == 2:
         rows += 4 * n * h + (2 if is_persistent else 4) * num * layers.batch * h
-    packed, padded, persistent = _STATES[layers.mode]
+    packed, padded, persistent = _STATE_ROWS[layers.mode]
     states = persistent if is_persistent else padded
     rows += (packed if layers.is_packed else states) * layers.batch * h * num * d
     return _common_bytes(layers) + rows * layers.dtype.itemsize
@@ -177,13 +177,13 @@ def _backward_bytes(layers: Layers, is_persistent: bool) -> int:
         if d == 2:
             rows += n * ((2 + 2 * stacked) * h + 4 * widest)
         else:
-            rows += n * widest + min(n, _chunk(layers) * layers.batch) * h
+            rows += n * widest + min(n, _steps_at_once(layers) * layers.batch) * h
         states = (packed if layers.is_packed else padded) * d + 4 * (d - 1)
     rows += states * layers.batch * h * num
     return _common_bytes(layers) + rows * layers.dtype.itemsize
 
 
-def _chunk(layers: Layers) -> int:
+def _steps_at_once(layers: Layers) -> int:
     """Return the number of steps whose gradients cuDNN computes at once."""
     if layers.num_layers == 1:
         return layers.num_steps
@@ -368,7 +368,7 @@ def _tensor_at(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
 
 
 @registry.result("_cudnn_rnn")
-def _forward(c: KernelCall) -> Any:
+def _forward_results(c: KernelCall) -> Any:
     layers, x, hx, cx, buffer = _layers(c), c.input, c.hx, c.cx, c.weight_buf
     width = (layers.proj_size or layers.hidden_size) * layers.directions
     if layers.is_packed:
@@ -385,7 +385,7 @@ def _forward(c: KernelCall) -> Any:
 
 
 @registry.result("_cudnn_rnn_backward")
-def _backward(c: KernelCall) -> Any:
+def _backward_results(c: KernelCall) -> Any:
     """Return meta results of `_cudnn_rnn_backward`: gradients of input, states and weights. Those
     of weights are views of one buffer, except for layers without biases."""
     if c.grad_output is None and c.grad_hy is None and c.grad_cy is None:
@@ -438,7 +438,7 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
 
 
 @registry.result("_pack_padded_sequence", may_mix_devices=True)
-def _packed(c: KernelCall) -> Any:
+def _packed_results(c: KernelCall) -> Any:
     """Return the results of `_pack_padded_sequence`: (packed rows of all steps on meta, batch size
     of each step on the host)."""
     x, lengths = c.input, c.lengths
@@ -456,7 +456,7 @@ op(
 )
 
 
-def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
+def _layer_rule(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(next_kernel: Next, *args: Any) -> Any:
         """Run `_cudnn_impl` of RNN.cpp with the arguments of `torch.lstm`; without cuDNN run
         `next_kernel`. Return output, last hidden state and, for an LSTM, cell. Autocast casts
@@ -499,7 +499,7 @@ for _packet, _mode in (
     (aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, RNN_TANH), (aten.rnn_relu, RNN_RELU),
 ):  # fmt: skip
     for _op, _is_packed in ((_packet.input, False), (_packet.data, True)):
-        register(_op, above_autograd=_layer(_mode, _is_packed))
+        register(_op, above_autograd=_layer_rule(_mode, _is_packed))
 
 
 @registry.above_autograd("lstm_cell")

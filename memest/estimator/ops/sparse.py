@@ -21,7 +21,7 @@ from memest.estimator.ops.autograd_ops import reenabled_decisions
 from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, overloads, register
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.sparse_rows import CSC, CSR, by_torch, filled, is_compressed, of_dense
+from memest.estimator.ops.sparse_rows import CSC, CSR, forget, is_compressed, of_dense, torch_kernel
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
@@ -131,7 +131,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         cub.thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
     mode.timeline.synchronize()
-    sums = filled(mode, values.new_empty((num_left, *values.shape[1:])))
+    sums = forget(mode, values.new_empty((num_left, *values.shape[1:])))
     if sums.numel():
         values = values.contiguous()
     new_indices = flat[:num_left].unsqueeze(0)
@@ -139,7 +139,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         new_indices = indices.new_empty((sparse_dim, num_left))
     mode.sparse.distinct.add(mode.memory.id_of(new_indices))
     if unique_indices is None or not mode.values.overwrite(new_indices, unique_indices):
-        filled(mode, new_indices)
+        forget(mode, new_indices)
     del starts, order, flat, values
     return _coo(new_indices, sums, tensor.shape, is_coalesced=True)
 
@@ -205,7 +205,7 @@ def _add_to_dense(mode: SimMode, dense: Tensor, sparse: Tensor) -> Tensor:
         buffers.append(indices.new_empty(indices.size(1)))
     elif not values.is_contiguous():
         buffers.append(values.contiguous())
-    return filled(mode, dense)
+    return forget(mode, dense)
 
 
 @on_sparse("add.Tensor")
@@ -232,7 +232,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
     scalar = values.new_ones(())
     gathered = torch.empty_like(values)
     new_indices = _copied_indices(mode, indices)
-    new_values = filled(mode, torch.empty_like(values))
+    new_values = forget(mode, torch.empty_like(values))
     del scalar, gathered
     return _like(mask, new_indices, new_values)
 
@@ -254,7 +254,7 @@ def _addmm(
     zeros = None
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
-    result = filled(mode, dense.new_empty((num_rows, num_columns)))
+    result = forget(mode, dense.new_empty((num_rows, num_columns)))
     indices, _ = _parts(sparse)
     if indices.size(1) > 1 and not _is_coalesced(sparse):
         sparse = _coalesce(mode, sparse)
@@ -315,7 +315,7 @@ def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
     return _coo(indices, values, shape, is_coalesced=False)
 
 
-_in_rows = by_torch(aten._to_sparse_csr.default, torch._C.DispatchKey.SparseCPU)
+_in_rows = torch_kernel(aten._to_sparse_csr.default, torch._C.DispatchKey.SparseCPU)
 
 
 @on_sparse("_to_sparse_csr")
@@ -342,10 +342,10 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
     return sparse_backward(*(call.get(name) for name in op_of(sparse_backward).names))
 
 
-def _by_torch(func: OpOverload, key: Any) -> SparseRule:
+def _kernel_rule(func: OpOverload, key: Any) -> SparseRule:
     """Return a rule that runs torch's C++ kernel of `func` for dispatch key `key`. If no sparse
     argument has duplicate indices, the result is recorded as having none."""
-    run = by_torch(func, key)
+    run = torch_kernel(func, key)
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
         operands = [t for t in placement.sample_tensors(args, kwargs) if is_sparse(t)]
@@ -376,7 +376,7 @@ for _names, _key in (
     ("_to_sparse _to_sparse.sparse_dim", torch._C.DispatchKey.CPU),
 ):
     for _func in overloads(_names):
-        register(_func, on_sparse=_by_torch(_func, _key))
+        register(_func, on_sparse=_kernel_rule(_func, _key))
 register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
 register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
@@ -385,7 +385,7 @@ register("_foreach_mul_.Scalar", on_sparse=_for_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_for_each(torch.Tensor.add_))
 register("_foreach_zero_", on_sparse=_for_each(torch.Tensor.zero_))
 for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
-    register(_name, on_sparse=sparse_rows.as_it_is(getattr(torch.Tensor, _name)))
+    register(_name, on_sparse=sparse_rows.run_on_meta(getattr(torch.Tensor, _name)))
 
 _MADE = "_sparse_coo_tensor_with_dims_and_tensors"
 _FROM_DENSE = placement.operators(

@@ -78,7 +78,7 @@ def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
     return _matrix(parts, like.shape, like.layout)
 
 
-def filled(mode: SimMode, tensor: Tensor) -> Tensor:
+def forget(mode: SimMode, tensor: Tensor) -> Tensor:
     """Mark the values of `tensor` as unknown, because a kernel overwrote them; return `tensor`."""
     mode.values.forget(storage_key(tensor))
     return tensor
@@ -151,7 +151,7 @@ def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
     return matrix_of_parts((offsets, indices, values), matrix)
 
 
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that runs `function` on the meta tensor and allocates nothing."""
 
     def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Any:
@@ -161,7 +161,7 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def by_torch(func: OpOverload, key: Any) -> Callable[..., Any]:
+def torch_kernel(func: OpOverload, key: Any) -> Callable[..., Any]:
     """Return a rule that runs torch's C++ kernel of `func` for dispatch key `key`."""
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
     return matrix
 
 
-def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
+def _swap_layout(mode: SimMode, matrix: Tensor) -> Tensor:
     """Convert CSR to CSC, or CSC to CSR, by sorting entries by a flat index."""
     offsets, indices, values = parts_of(matrix)
     num_entries = len(indices)
@@ -229,7 +229,7 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
 def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
     """Record `value` as the values of `tensor`, or mark these as unknown if `value` is None."""
     if value is None or not mode.values.overwrite(tensor, value):
-        filled(mode, tensor)
+        forget(mode, tensor)
 
 
 def _coordinates(
@@ -250,18 +250,18 @@ def _coordinates(
         return torch.arange(len(counts), device=CPU).repeat_interleave(counts), columns
 
 
-def _in_rows(mode: SimMode, matrix: Tensor) -> Tensor:
-    return matrix if matrix.layout is CSR else _flipped(mode, matrix)
+def _as_csr(mode: SimMode, matrix: Tensor) -> Tensor:
+    return matrix if matrix.layout is CSR else _swap_layout(mode, matrix)
 
 
 @on_compressed("_to_sparse_csr _to_sparse_csc")
 def _to_rows_or_columns(mode: SimMode, matrix: Tensor, *args: Any) -> Tensor:
     if args and args[0] is not None:
         raise NotImplementedError
-    return _flipped(mode, matrix)
+    return _swap_layout(mode, matrix)
 
 
-_in_coordinates = by_torch(aten._to_sparse.default, torch._C.DispatchKey.SparseCsrCPU)
+_in_coordinates = torch_kernel(aten._to_sparse.default, torch._C.DispatchKey.SparseCsrCPU)
 
 
 @on_compressed("_to_sparse")
@@ -270,7 +270,7 @@ def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) ->
     shares the values of `matrix`; a CSR or CSC result has new values. `args` are further arguments
     of `_to_sparse`."""
     if kwargs.get("layout") in (CSR, CSC):
-        return _flipped(mode, matrix)
+        return _swap_layout(mode, matrix)
     result: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
     with torch._C._DisableTorchDispatch():
         mode.sparse.distinct.add(mode.memory.id_of(result._indices()))
@@ -283,7 +283,7 @@ def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any
     offsets, indices, values = parts_of(matrix)
     dense = values.new_zeros(matrix.shape, dtype=dtype)
     _flatten(offsets, indices)
-    return filled(mode, dense)
+    return forget(mode, dense)
 
 
 def _flatten(offsets: Tensor, indices: Tensor) -> None:
@@ -323,7 +323,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
         else:
             mask_values[places if matrix.layout is CSR else places[::-1]] = True
     if places is None:
-        filled(mode, mask)
+        forget(mode, mask)
         mode.guessed.adopt(mask, mask_values)
     else:
         mode.values.overwrite(mask, mask_values)
@@ -334,7 +334,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
 def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> Tensor:
     if not isinstance(second, Tensor) or (is_compressed(first) and is_compressed(second)):
         raise NotImplementedError
-    return filled(mode, torch.empty_like(second if is_compressed(first) else first))
+    return forget(mode, torch.empty_like(second if is_compressed(first) else first))
 
 
 def of_dense(mode: SimMode, dense: Tensor, layout: torch.layout) -> Tensor:
@@ -355,7 +355,7 @@ def _select_masked(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.lay
     offsets = torch._convert_indices_from_coo_to_csr(places[0], dense.size(1 if by_columns else 0))
     positions = in_order(mask).flatten().nonzero()
     values = in_order(dense).flatten().new_empty(len(positions))
-    return _matrix((offsets, places[1], filled(mode, values)), dense.shape, layout)
+    return _matrix((offsets, places[1], forget(mode, values)), dense.shape, layout)
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
@@ -392,7 +392,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
             size = matrix_workspace(len(indices), indices.itemsize)
         mode.allocate_and_free(aten.addmm.default, size)
     del operand
-    filled(mode, result)
+    forget(mode, result)
 
 
 @on_compressed("_sparse_addmm")
@@ -420,20 +420,20 @@ def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **facto
     dense = second if is_compressed(first) else first
     result = dense.new_empty(shape)
     if is_compressed(first):
-        _multiply(mode, _in_rows(mode, first), second, result)
+        _multiply(mode, _as_csr(mode, first), second, result)
     else:
         layout = CSC if second.layout is CSR else CSR
         transposed = _matrix(parts_of(second), tuple(reversed(second.shape)), layout)
-        _multiply(mode, _in_rows(mode, transposed), first.t(), result.t())
+        _multiply(mode, _as_csr(mode, transposed), first.t(), result.t())
     return result
 
 
 @on_compressed("mm")
 def _mm(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     if is_compressed(first) and is_compressed(second):
-        return _product(mode, _in_rows(mode, first), _in_rows(mode, second))
+        return _product(mode, _as_csr(mode, first), _as_csr(mode, second))
     if is_compressed(first):
-        first = _in_rows(mode, first)
+        first = _as_csr(mode, first)
     dense = second if is_compressed(first) else first
     zeros = dense.new_zeros((first.size(0), second.size(1)))
     return _addmm(mode, zeros, first, second)
@@ -442,7 +442,7 @@ def _mm(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 @on_compressed("mv")
 def _mv(mode: SimMode, matrix: Tensor, vector: Tensor) -> Tensor:
     result = vector.new_empty(matrix.size(0))
-    _multiply(mode, _in_rows(mode, matrix), vector, result)
+    _multiply(mode, _as_csr(mode, matrix), vector, result)
     return result
 
 
@@ -464,7 +464,7 @@ def _sampled_addmm(
     mode.allocate_and_free(aten.sparse_sampled_addmm.default, 1)
     del copies
     new_offsets.copy_(offsets)
-    return matrix_of_parts((new_offsets, new_indices, filled(mode, new_values)), matrix)
+    return matrix_of_parts((new_offsets, new_indices, forget(mode, new_values)), matrix)
 
 
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
@@ -483,14 +483,14 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     blocks = [mode.memory.allocate_workspace(size, site) for size in workspaces if size]
     num_entries = places if isinstance(places, int) else places.size(1)
     columns = starts.new_empty(num_entries)
-    product = filled(mode, values.new_empty(num_entries))
+    product = forget(mode, values.new_empty(num_entries))
     if isinstance(places, Tensor):
         with torch._C._DisableTorchDispatch():
             counts = places[0].bincount(minlength=first.size(0))
             parts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), places[1].int()
     record = mode.guessed.adopt if is_guess else mode.values.overwrite
     for i, tensor in enumerate((starts, columns)):
-        filled(mode, tensor)
+        forget(mode, tensor)
         if isinstance(places, Tensor):
             record(tensor, parts[i])
     for block in reversed(blocks):
@@ -561,11 +561,11 @@ def product_workspaces(
 
 
 for _name in ("_nnz", "sparse_dim", "dense_dim", "is_coalesced"):
-    register(_name, on_compressed=as_it_is(getattr(torch.Tensor, _name)))
+    register(_name, on_compressed=run_on_meta(getattr(torch.Tensor, _name)))
 for _names, _key in (
     # sparse/SparseCsrTensor.cpp, sparse/SparseCsrTensorMath.cpp, each the same for CUDA
     ("clone sum neg abs relu sqrt tanh sin", torch._C.DispatchKey.SparseCsrCPU),
     ("zeros_like", torch._C.DispatchKey.CompositeExplicitAutograd),
 ):
     for _func in overloads(_names):
-        register(_func, on_compressed=by_torch(_func, _key))
+        register(_func, on_compressed=torch_kernel(_func, _key))

@@ -86,7 +86,7 @@ def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
 
 
 @registry.requests("im2col col2im")
-def sliding(c: KernelCall) -> Events:
+def im2col(c: KernelCall) -> Events:
     """Allocations of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
     A larger result then gets a new storage; a smaller one stays in the first storage."""
     input_bytes, copies = c.self.nbytes, contiguous_copy(c.self)
