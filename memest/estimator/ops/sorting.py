@@ -112,21 +112,26 @@ def topk(c: KernelCall) -> Events:
     return c.outputs() + around(buffers, scans)
 
 
-def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return (bytes of copies, True if the input is a single row). Copied are a result that is not
-    contiguous (`contiguous_out_arg`), and an input that is not, or is not of `dtype`."""
-    x: Tensor = c.self
+def _scan_copies(c: KernelCall) -> tuple[int, ...]:
+    """Return the bytes of copies. A result that is not contiguous is copied (`contiguous_out_arg`),
+    and an input that is not contiguous or has another dtype."""
+    x, dtype = c.self, c.out.dtype
     cast = () if x.dtype == dtype and x.is_contiguous() else (x.numel() * dtype.itemsize,)
-    result = () if c.out is None or c.out.is_contiguous() else (c.out.nbytes,)
-    return (*result, *cast), x.dim() > 0 and x.numel() == x.shape[c.dim] > 0
+    return cast if c.out.is_contiguous() else (c.out.nbytes, *cast)
+
+
+def _is_single_row(c: KernelCall) -> bool:
+    """Return whether a scan along `dim` takes all elements."""
+    x: Tensor = c.self
+    return x.dim() > 0 and x.numel() == x.shape[c.dim] > 0
 
 
 @registry.requests("cumprod cumprod_ cumprod.out")
 def cumprod(c: KernelCall) -> Scratch:
     """Allocations of `scan_dim` (ScanUtils.cuh): a cast input; for a single row, a scan."""
-    cast, is_row = _scanned(c, c.out.dtype)
+    copies = _scan_copies(c)
     scan = cub.scan_bytes(c.self.numel(), value_bytes=c.out.itemsize)
-    return Scratch(after=(*cast, scan) if is_row else cast)
+    return Scratch(after=(*copies, scan) if _is_single_row(c) else copies)
 
 
 @registry.requests("cumsum cumsum_ cumsum.out")
@@ -138,21 +143,20 @@ def cumsum(c: KernelCall) -> Scratch:
     128 for 16), and a thread adds 16 values.
     """
     dtype = c.out.dtype
-    cast, is_row = _scanned(c, dtype)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if not (is_row and dtype.is_floating_point and is_deterministic):
+    if not (is_deterministic and dtype.is_floating_point and _is_single_row(c)):
         return cumprod(c)
     threads = {8: 256, 16: 128}.get(dtype.itemsize, 512)
     blocks = min(c.gpu.num_sms, ceil_div(c.self.numel(), threads * 16))
-    return Scratch(after=(*cast, blocks * dtype.itemsize))
+    return Scratch(after=(*_scan_copies(c), blocks * dtype.itemsize))
 
 
 op(
     "logcumsumexp",
     "a contiguous copy of the input (`scan_dim` of ScanUtils.cuh)",
-    after=lambda c: _scanned(c, c.out.dtype)[0],
+    after=_scan_copies,
     when="the tensor has several rows: CUB scans a single row",
-    modelled=lambda c: not _scanned(c, c.self.dtype)[1],
+    modelled=lambda c: not _is_single_row(c),
     layout=contiguous,  # ScanKernels.cpp
 )
 
