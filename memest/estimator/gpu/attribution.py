@@ -173,8 +173,10 @@ class LiveModules:
                 path = paths[id(child)] = f"{root}.{name}" if name else root
                 for parameter in child._parameters.values():
                     owners.setdefault(id(parameter), path)
+            others = {path for key, path in self._path_by_module.items() if key not in paths}
             self._path_by_module |= paths  # in place of those of children that were called alone
-            self._path_by_parameter |= owners
+            by_id = self._path_by_parameter
+            by_id |= {key: path for key, path in owners.items() if by_id.get(key) not in others}
         self.is_evaluating = not module.training
         callers = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe(1)))
         self.is_generating = not torch.is_grad_enabled() and "generate" in callers

@@ -500,3 +500,17 @@ def test_memory_of_a_module_in_a_list_is_that_of_the_model_that_calls_it() -> No
         Loss()(torch.ones(1024, 1024, device="cuda"))
 
     assert {row.name: row.num_bytes for row in gpu.report().modules}["Loss"] >= 4 * MIB
+
+
+def test_a_loss_that_lists_the_parameters_of_a_model_is_not_their_owner() -> None:
+    """torchrl's losses list them so."""
+    with memest.virtual_gpu() as gpu:
+        model = nn.Linear(1024, 1024, bias=False, device="cuda")
+        outputs = model(torch.ones(8, 1024, device="cuda"))
+        loss = nn.MSELoss()
+        loss.weight = model.weight
+        loss(outputs, torch.ones_like(outputs)).backward()
+        torch.optim.SGD(loss.parameters(), momentum=0.9).step()
+
+    modules = {row.name: row.kinds for row in gpu.report().modules}
+    assert modules["Linear"]["params"] == modules["Linear"]["optimizer"] == 4 * MIB
