@@ -275,15 +275,14 @@ class GuessedValues:
         operators, the guess is computed from the guesses of arguments, if there are any. Call this
         before `KnownValues.follow`."""
         layer = self._layer
+        # `bool()` is like a comparison: numbers differ from 0, as positions of beams do
+        is_to_bool = func is aten._to_copy.default and kwargs.get("dtype") is torch.bool
+        compares = is_to_bool or id(func) in _SIZE_COMPARISONS
         if id(func) in _CHOICES:
             if not self._known.is_known(args[0]):
                 choices = out[-1] if isinstance(out, tuple | list) else out
                 self._choose(func, args, kwargs, choices)
-            # `bool()` too: numbers differ from 0, as positions of beams do
-        elif (
-            id(func) in _SIZE_COMPARISONS
-            or (func is aten._to_copy.default and kwargs.get("dtype") is torch.bool)
-        ) and not all(map(layer.is_known, tensors_in(args))):
+        elif compares and not all(map(layer.is_known, tensors_in(args))):
             if 1 < out.numel() <= MAX_COMPARED:
                 is_index = func in _ABOVE and not args[0].is_floating_point()
                 passes = not (is_index and args[1] > MAX_CHOICES)
@@ -292,7 +291,8 @@ class GuessedValues:
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
             source = args[0]
             if func._schema.is_mutable and isinstance(source, Tensor) and not layer.holds(source):
-                storage = self._known.copies.get(key := storage_key(source))
+                key = storage_key(source)
+                storage = self._known.copies.get(key)
                 if storage is not None:  # the operator writes to a copy in the layer
                     layer.copies[key] = storage.clone()  # type: ignore[no-untyped-call]
             layer.follow(func, args, kwargs, out)
@@ -340,17 +340,17 @@ class GuessedValues:
         dim = arguments_by_name(func, args, kwargs).get("dim", default)  # None: of all elements
         if dim is None or not source.dim() or not self._layer.may_hold(out):
             return
-        num_choices, is_kept = source.size(dim), out.dim() == source.dim()
+        num_choices, keeps_dim = source.size(dim), out.dim() == source.dim()
         if func in _SORTS:
             numbers = torch.arange(num_choices, device=CPU).expand(source.movedim(dim, -1).shape)
         elif num_choices > MAX_CHOICES and (func is not aten.topk.default or source.dim() < 3):
             return  # a token of each sequence; rows of boxes choose among anchors
         else:
-            shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
+            shape = out.movedim(dim, -1).shape if keeps_dim else (*out.shape, 1)
             start = int(func is aten.topk.default)  # index 0 might be used as a divisor
             numbers = torch.arange(start, start + out.numel(), device=CPU)
             numbers = numbers.remainder_(num_choices).view(shape)
-        self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
+        self._layer.adopt_like(out, numbers.movedim(-1, dim) if keeps_dim else numbers.squeeze(-1))
 
 
 def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:

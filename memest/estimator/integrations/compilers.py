@@ -5,8 +5,9 @@ Functions for other compilers run uncompiled, with more temporaries; the report 
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations import inductor
-from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
+from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
 
 TUNED = "`torch.compile` compiled with its defaults: what tuning kernels allocates is not simulated"
 TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
@@ -32,14 +33,11 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     _install_compile(patches, mode, hooks)
     _install_script(patches, mode, hooks)
 
-    def after(module: ModuleType) -> None:
-        for name, has_gpu_code in (
-            ("load", _has_gpu_code), ("load_inline", _has_gpu_code),
-            ("CUDAExtension", constant(True)),
-        ):  # fmt: skip
-            patches.wrap(module, name)(partial(_build, mode, has_gpu_code))
+    def after_cpp_extension(module: ModuleType) -> None:
+        for name in ("load", "load_inline", "CUDAExtension"):
+            patches.wrap(module, name)(partial(_build_for_cpu, mode))
 
-    hooks.after("torch.utils.cpp_extension", after)
+    hooks.after("torch.utils.cpp_extension", after_cpp_extension)
 
 
 def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -117,7 +115,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
         _call_to_trace(func, options.get("example_kwarg_inputs") or inputs, check_trace)
         return as_written(func)
 
-    def after(module: ModuleType) -> None:
+    def after_tensorboard(module: ModuleType) -> None:
         def graph(model: nn.Module, args: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
             """Call `model` with `args` as often as a trace calls it. Return (graph, run metadata)
             for `SummaryWriter.add_graph`. Both are empty protocol buffers."""
@@ -127,7 +125,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
         patches.set(module, "graph", graph)
 
-    hooks.after("torch.utils.tensorboard._pytorch_graph", after)
+    hooks.after("torch.utils.tensorboard._pytorch_graph", after_tensorboard)
     unchanged: Any = lambda module, *args, **options: module  # noqa: E731
     replacements = {
         "script_method": as_written,
@@ -164,23 +162,22 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
             outputs.clear()
 
 
-def _has_gpu_code(*args: Any, **options: Any) -> bool:
+def _has_gpu_code(arguments: Mapping[str, Any]) -> bool:
     """Return whether a C++ extension with these arguments of `load` has sources for the GPU."""
-    if options.get("with_cuda") or options.get("cuda_sources"):
+    if arguments.get("with_cuda") or arguments.get("cuda_sources"):
         return True
-    sources = options.get("sources", args[1] if len(args) > 1 else ())
+    sources = arguments.get("sources", ())
     sources = (sources,) if isinstance(sources, str) else sources
-    return any(str(source).endswith((".cu", ".cuh")) for source in sources) or len(args) > 2
+    return any(str(source).endswith((".cu", ".cuh")) for source in sources)
 
 
-def _build(
-    mode: CudaSimMode, has_gpu_code: Callable[..., bool], build: Any, *args: Any, **options: Any
-) -> Any:
-    if not has_gpu_code(*args, **options):
+def _build_for_cpu(mode: CudaSimMode, build: Any, *args: Any, **options: Any) -> Any:
+    """Call `build`, such as `load`; raise `UnsupportedError` for an extension with GPU code."""
+    arguments = signature(build).bind(*args, **options).arguments
+    if build.__name__ != "CUDAExtension" and not _has_gpu_code(arguments):
         return build(*args, **options)
-    name = options.get("name", args[0] if args else "")
-    where = mode.attribution.lines.current() or "the script"
+    name, location = arguments["name"], mode.attribution.lines.current() or "the script"
     raise UnsupportedError(
-        f"{where}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
+        f"{location}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
         hint="run the script without it; see docs/run.md for what is supported",
     )

@@ -33,7 +33,7 @@ KERNELS = frozenset("fused_adam cpu_adam fused_lion cpu_lion cpu_adagrad".split(
 
 _MAKERS = "tensor empty zeros ones full arange eye randn".split()  # wrapped by `zero.Init`
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
-_WITH_STATE = ("deepspeed.comm.comm", "deepspeed.utils.groups", _PARTITION)
+_MODULES_WITH_STATE = ("deepspeed.comm.comm", "deepspeed.utils.groups", _PARTITION)
 """Modules that store groups and contexts of a run in global variables."""
 
 
@@ -46,7 +46,7 @@ class _Extension:
         return constant(0)
 
 
-def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
+def _for_scripts_only(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
     """Return a variant of `wrap`, DeepSpeed's function that wraps a tensor factory. A tensor
     factory (`Maker`) is a function such as `torch.zeros`. The variant also wraps one. If the
     script calls the wrapped factory, DeepSpeed's wrapper runs. If memest or C++ calls it within an
@@ -142,13 +142,13 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         for name in _MAKERS:
             patches.set(module, f"_orig_torch_{name}", getattr(torch, name))
         wrap = module.zero_wrapper_for_fp_tensor_constructor
-        patches.set(module, "zero_wrapper_for_fp_tensor_constructor", _for_scripts(wrap))
+        patches.set(module, "zero_wrapper_for_fp_tensor_constructor", _for_scripts_only(wrap))
 
     def restore_afterwards(module: ModuleType) -> None:
         before = dict(vars(module))
         patches.on_undo(lambda: vars(module).update(before))
 
-    for name in _WITH_STATE:
+    for name in _MODULES_WITH_STATE:
         hooks.after(name, restore_afterwards)
     patches.set(functional, "linear", functional.linear)  # `zero.Init` does not restore it
     hooks.after("deepspeed.runtime.engine", after_engine)

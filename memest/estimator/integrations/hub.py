@@ -19,7 +19,7 @@ _COMMITS = (
 )  # fmt: skip
 """Methods that return a commit."""
 
-_OTHERS = (
+_WITHOUT_COMMIT = (
     "create_branch", "create_pull_request", "create_repo", "create_tag", "delete_branch",
     "delete_repo", "delete_tag", "move_repo", "preupload_lfs_files", "super_squash_history",
     "update_repo_settings", "upload_large_folder",
@@ -32,7 +32,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def replace(module: Any) -> None:
         functions = []
-        for name in (*_COMMITS, *_OTHERS):
+        for name in (*_COMMITS, *_WITHOUT_COMMIT):
             if not hasattr(module.HfApi, name):  # absent in older releases
                 continue
             method = _unsent(module, name, mode.notes.add)
@@ -57,7 +57,8 @@ def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[...
         note(NOT_SENT)
         repo = kwargs.get("repo_id") or next((a for a in args if isinstance(a, str)), "")
         folder = {"dataset": "datasets/", "space": "spaces/"}.get(kwargs.get("repo_type") or "", "")
-        url, result = f"{module.constants.ENDPOINT}/{folder}{repo}", None
+        url = f"{module.constants.ENDPOINT}/{folder}{repo}"
+        result = None
         if name == "create_repo":
             result = module.RepoUrl(url)
         elif name in _COMMITS:

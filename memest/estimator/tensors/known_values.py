@@ -53,7 +53,7 @@ class KnownValues:
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
         self.copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
-        self._lost: dict[int, Tensor] = {}  # unknown bytes of a copy, where not all are known
+        self._unknown: dict[int, Tensor] = {}  # unknown bytes of a copy, where not all are known
         self._below = below
         self._above: KnownValues | None = None
         if below is not None:
@@ -70,7 +70,7 @@ class KnownValues:
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
         """Make `value`, a CPU tensor of equal shape, the known value of a meta `tensor`."""
-        self._lost.pop(storage_key(tensor), None)
+        self._unknown.pop(storage_key(tensor), None)
         self.copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
@@ -98,7 +98,7 @@ class KnownValues:
     def drop(self, key: int) -> None:
         """Drop the known values of the storage whose `storage_key` is `key`."""
         self.copies.pop(key, None)
-        self._lost.pop(key, None)
+        self._unknown.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
 
@@ -109,15 +109,15 @@ class KnownValues:
         if self._above is not None:
             self._above.drop(key)
 
-    def _lose(self, tensor: Tensor) -> None:
+    def _mark_unknown(self, tensor: Tensor) -> None:
         """Drop the known values of `tensor`. Other values of its storage stay if the storage is
         small (`MAX_SPLIT_BYTES`)."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self.copies:
             self.drop(key)
             return
-        none_lost = torch.zeros(num_bytes, dtype=torch.bool, device=CPU)
-        _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
+        none_unknown = torch.zeros(num_bytes, dtype=torch.bool, device=CPU)
+        _bytes_of(tensor, self._unknown.setdefault(key, none_unknown)).fill_(True)
 
     def watch(self, model: torch.nn.Module) -> None:
         """Record from this call on which values depend on parameters and buffers of `model`."""
@@ -134,7 +134,7 @@ class KnownValues:
         if self.sources:
             self.read |= self.sources.get(storage_key(tensor), 0)
         copy = self.copies.get(tensor.untyped_storage()._cdata)
-        if copy is None or self._is_lost(tensor):
+        if copy is None or self._is_partly_unknown(tensor):
             if self._below is not None:
                 return self._below.value_of(tensor)
             return None if tensor.numel() else torch.empty_like(tensor, device=CPU)
@@ -149,14 +149,14 @@ class KnownValues:
         """Return whether all values of `tensor` are known; those of a tensor with data are."""
         if not is_meta(tensor):
             return True
-        if storage_key(tensor) in self.copies and not self._is_lost(tensor):
+        if storage_key(tensor) in self.copies and not self._is_partly_unknown(tensor):
             return True
         return not tensor.numel() if self._below is None else self._below.is_known(tensor)
 
-    def _is_lost(self, tensor: Tensor) -> bool:
+    def _is_partly_unknown(self, tensor: Tensor) -> bool:
         """Return whether some element of `tensor` is unknown, although its storage has a copy."""
-        lost = self._lost.get(storage_key(tensor))
-        return lost is not None and bool(_bytes_of(tensor, lost).any())
+        unknown = self._unknown.get(storage_key(tensor))
+        return unknown is not None and bool(_bytes_of(tensor, unknown).any())
 
     def is_guessed(self, args: Any) -> bool:
         """Return whether the value of any tensor in `args` (nested lists or tuples) is a guess."""
@@ -248,7 +248,7 @@ class KnownValues:
             values = self.compute(func, args, kwargs)
         except (ValueUnknown, NotImplementedError, RuntimeError):
             for tensor in written:
-                self._lose(tensor)
+                self._mark_unknown(tensor)
             return
         finally:
             self.read = read
@@ -277,10 +277,11 @@ class KnownValues:
         copy of data (`is_copy`), such as an adjacency matrix, may be larger than other results."""
         storage = result.untyped_storage()
         num_bytes, key = storage.nbytes(), storage._cdata
-        if not is_meta(result) or not num_bytes or (key in self.copies and key not in self._lost):
+        is_known = key in self.copies and key not in self._unknown
+        if not is_meta(result) or not num_bytes or is_known:
             return False
         if result.is_floating_point() and not (is_copy and result.dim() == 2):
-            return num_bytes <= MAX_FLOAT_NUMEL * 4
+            return num_bytes <= MAX_FLOAT_NUMEL * 4  # bytes of a float32
         if result.is_complex() or num_bytes > MAX_BYTES:
             return False
         if num_bytes <= MAX_TOTAL_BYTES >> 8:
@@ -295,7 +296,7 @@ class KnownValues:
         num_items = result.untyped_storage().nbytes() // result.element_size()
         flat = torch.empty(num_items, dtype=result.dtype, device=CPU)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
-        self._lost.pop(storage_key(result), None)
+        self._unknown.pop(storage_key(result), None)
         self.copies[result.untyped_storage()._cdata] = flat.untyped_storage()
 
 
@@ -352,12 +353,15 @@ def compared_with_infinity(
     numbers are assumed to be finite."""
     if func not in COMPARISONS:
         return None
-    operands = list(map(values.value_of, args))
-    if sum(value is None for value in operands) != 1:
+    left, right = map(values.value_of, args)
+    finite = torch.zeros((), device=CPU)
+    if left is None and right is not None:
+        bound, operands = right, (finite, right)
+    elif left is not None and right is None:
+        bound, operands = left, (left, finite)
+    else:
         return None
-    finite = [torch.zeros((), device=CPU) if value is None else value for value in operands]
-    bound = finite[operands.index(None) - 1]
-    return func(*finite).expand(shape) if bool(bound.isinf().all()) else None
+    return func(*operands).expand(shape) if bool(bound.isinf().all()) else None
 
 
 def _flat(value: Any) -> Iterable[Any]:

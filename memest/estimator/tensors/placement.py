@@ -127,7 +127,7 @@ def resolve(device: Any) -> Any:
 def _is_own(index: int) -> bool:
     """Return whether the script's `CUDA_VISIBLE_DEVICES` makes `cuda:index` this process's GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return names[index : index + 1] == [str(GPU.device.index)]
+    return index < len(names) and names[index] == str(GPU.device.index)
 
 
 def is_another(device: Any) -> bool:

@@ -499,6 +499,16 @@ def test_an_extension_in_cuda_is_refused_by_its_name(
         getattr(cpp_extension, function)(**arguments)
 
 
+def test_an_extension_for_the_cpu_with_flags_by_position_is_built(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "_jit_compile", lambda *args, **options: "built")
+
+    assert cpp_extension.load("my_kernels", ["bind.cpp"], ["-O3"]) == "built"
+
+
 def test_a_script_that_imports_flash_attn_finds_the_mirror(gpu: VirtualGpu) -> None:
     from flash_attn import flash_attn_func
 
