@@ -55,7 +55,7 @@ class WithLoss(nn.Module):
         return SimpleNamespace(loss=self.body(x))
 
 
-class _Watch(virtual_run._Watch):
+class _TrainingCallbacks(virtual_run._TrainingCallbacks):
     def steps_done(self) -> None:
         self.virtual.mode.attribution.label_models()
 
@@ -66,7 +66,7 @@ def run_rank(
     """What `rank` does for the steps of a plan with these `options`; inputs are of `shape`."""
     plan = TrainingPlan(model_name="m", **options)
     virtual = gpu_of_rank(rank, plan.world_size)
-    watch = _Watch(virtual, None, None)  # type: ignore[arg-type]
+    watch = _TrainingCallbacks(virtual, None, None)  # type: ignore[arg-type]
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_read
     job = watch.job = Job(

@@ -306,7 +306,7 @@ def _assumptions(
     plan: TrainingPlan, traced: TracedPlan, primary: Gpu, unlimited: Replayed
 ) -> tuple[str, ...]:
     tokens = f"{traced.seq_len} tokens per sample, padding included"
-    lines = beside_assumed(primary)
+    lines = other_processes_assumed(primary)
     if plan.lengths:
         count = plan.steps * plan.accumulate_grad_batches
         lines.append(f"{count} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens")
@@ -351,7 +351,7 @@ def context_assumed(gpu: Gpu) -> str:
     return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator{as_on}"
 
 
-def beside_assumed(gpu: Gpu) -> list[str]:
+def other_processes_assumed(gpu: Gpu) -> list[str]:
     """Return [the report's sentence on GPU memory of other processes], or [] if they hold none."""
     size = format_bytes(gpu.beside_bytes)
     return [f"other processes hold {size} of each GPU"] if gpu.beside_bytes else []

@@ -189,7 +189,7 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
     default, a replica has the 8 GPUs of a node, or all GPUs if there are fewer."""
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None
-    shard_size = plan.shard_size or min(8, plan.world_size)
+    shard_size = plan.shard_size or min(8, plan.world_size)  # a node has 8 GPUs
     return plan.world_size // shard_size, shard_size
 
 

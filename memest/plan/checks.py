@@ -57,12 +57,12 @@ def _check_value(row: Key, value: Any) -> None:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=row.bounds.hint)
 
 
-def _too_long(plan: TrainingPlan, rows: Rows) -> int:
+def _excessive_length(plan: TrainingPlan, rows: Rows) -> int:
     longest, bounds = max(plan.lengths, default=0), rows["seq_len"].bounds
     return longest if longest and bounds and not bounds.hold(longest) else 0
 
 
-def _late_validation(plan: TrainingPlan, rows: Rows) -> int:
+def _num_batches_without_validation(plan: TrainingPlan, rows: Rows) -> int:
     num_batches = plan.steps * plan.accumulate_grad_batches
     return num_batches if plan.validates and (plan.val_check_interval or 0) > num_batches else 0
 
@@ -78,11 +78,11 @@ RULES: Mapping[str, Rule] = {
         p.nesterov and not (p.momentum and OPTIMIZERS[p.optim].has_nesterov)
     ),
     "two lengths": lambda p, _: p.lengths and p.seq_len is not None,
-    "too long": _too_long,
+    "too long": _excessive_length,
     "trainer options": lambda p, _: next(
         (key for key, _ in p.trainer_options if p.loop != "transformers" or key not in LOGGING), ""
     ),
-    "late validation": _late_validation,
+    "late validation": _num_batches_without_validation,
     "loop of several": lambda p, _: p.loop != "lightning" and p.is_distributed,
     "clips by value": lambda p, _: p.loop != "lightning" and p.gradient_clip_algorithm != "norm",
     "flash in fp32": lambda p, _: (

@@ -19,10 +19,10 @@ from memest.estimator.replay.replay import MicroBatch, Moment, Part, Program, Re
 from memest.estimator.replay.scenarios import Scenario, intervals, verdict_over, where_failed
 from memest.estimator.summary import (
     LAYER,
-    beside_assumed,
     context_assumed,
     coverage_of,
     kernels_assumed,
+    other_processes_assumed,
 )
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import FreeTiming, MemKind
@@ -196,7 +196,7 @@ def _steps(history: History) -> tuple[RunStep, ...]:
 def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:
     log = virtual.mode.memory.log
     settings = virtual.allocator.settings
-    yield from beside_assumed(gpu)
+    yield from other_processes_assumed(gpu)
     yield kernels_assumed(f"{gpu.label}, compute capability", gpu.capability, settings)
     names = [name for name in others if name != gpu.name]
     yield (

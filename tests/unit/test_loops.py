@@ -21,8 +21,7 @@ from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.loops import job
 from memest.loops import lightning as lightning_loop
 from memest.plan import TrainingPlan
-from memest.plan.keys import IGNORED_KEYS, LOOPS
-from memest.plan.other_names import _PASSED_OVER
+from memest.plan.keys import IGNORED_KEYS, LOOPS, OTHER_NAMES
 from memest.report import Phase
 
 LLAMA = {
@@ -285,4 +284,4 @@ def test_names_of_training_arguments_that_are_passed_over_change_no_event(
     )
 
     assert events(run(loop="transformers")) == without
-    assert set(OTHER_VALUES) <= _PASSED_OVER
+    assert set(OTHER_VALUES) <= set(OTHER_NAMES["passed_over"])

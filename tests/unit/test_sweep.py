@@ -89,13 +89,13 @@ def test_optimizers_share_the_traces_of_the_first(
 ) -> None:
     """Adafactor adds a note, and Adagrad makes its state before the first step."""
     traced: list[TrainingPlan] = []
-    trace = related_plans._made
+    trace = related_plans._run_if_allowed
 
     def counted(run: Any, plan: TrainingPlan, *args: Any, **kwargs: Any) -> Any:
         traced.append(plan)
         return trace(run, plan, *args, **kwargs)
 
-    monkeypatch.setattr(related_plans, "_made", counted)
+    monkeypatch.setattr(related_plans, "_run_if_allowed", counted)
     plan = TrainingPlan(model_name=shallow("gpt2"), seq_len=64, gpu=("a100-40gb",))
     optimizers = ("adamw", "sgd", "adafactor", "adagrad")
     plans = [replace(plan, optim=o, batch_size=n) for o in optimizers for n in range(2, 10)]

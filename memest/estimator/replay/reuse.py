@@ -561,19 +561,19 @@ def _run_alone(
 
 
 def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]:
-    span = log.spans[1]
-    names: dict[int, Output] = {}
-    starts = [*(call.start for call in span.calls[1:]), len(span.events)]
-    for number, (call, next_start) in enumerate(zip(span.calls, starts, strict=True)):
-        outputs = {id: (number, position) for position, id in call.new_storages if num_bytes[id]}
+    _before, span = log.spans  # `_run_alone` cuts the log before attention and after it
+    names: dict[int, Output] = {}  # by storage
+    next_starts = [*(call.start for call in span.calls[1:]), len(span.events)]
+    for number, (call, next_start) in enumerate(zip(span.calls, next_starts, strict=True)):
+        outputs = {index: (number, pos) for pos, index in call.new_storages if num_bytes[index]}
         names |= outputs
         later: list[Output | int] = []
         for event in span.events[call.end : next_start]:
-            id = event if event >= 0 else free_of(event)
+            index = event if event >= 0 else free_of(event)
             if event >= 0:
-                names[id] = _NO_CALL, len(names)
-            if num_bytes[id]:
-                later.append(names.get(id, id))
+                names[index] = _NO_CALL, len(names)
+            if num_bytes[index]:
+                later.append(names.get(index, index))
         yield _CallAlone(log.templates[call.template], frozenset(outputs.values()), later)
 
 

@@ -106,7 +106,7 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
     while traceback is not None:
         module_name = names.get(id(traceback.tb_frame.f_locals.get("self")), module_name)
         traceback = traceback.tb_next
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return TraceError(
         f"`{module_name or plan.model_name}` fails: {first_line}",
         hint="a GPU would most likely fail too; if not, memest cannot predict this plan",
@@ -134,7 +134,7 @@ class NoLines(ScriptLines):
 
 
 @dataclass(slots=True)
-class _Watch:
+class _TrainingCallbacks:
     """Callbacks of a plan's training loop, which collect the parts of `run_plan`'s result: phases,
     numbers of elements, host memory and the shape of a layer."""
 
@@ -249,7 +249,7 @@ def run_plan(
         gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), rank=rank, settings=DEFAULT
     )
     calls = CallRecorder(virtual.mode) if records_calls else None
-    watch = _Watch(virtual, config, calls)
+    watch = _TrainingCallbacks(virtual, config, calls)
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_read
     watch.job = job = Job(
@@ -279,7 +279,7 @@ def rank_of(plan: TrainingPlan) -> Rank:
     return Rank(world_size=plan.world_size, num_local=plan.devices)
 
 
-def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
+def _run(job: Job, virtual: VirtualGpu, watch: _TrainingCallbacks) -> None:
     try:
         repeating: AbstractContextManager[None] = nullcontext()
         if not (_is_whole(job.plan) or job.plan.is_distributed):  # later steps repeat the first
@@ -357,7 +357,7 @@ def _without_messages() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _notes(watch: _Watch) -> Iterator[str]:
+def _notes(watch: _TrainingCallbacks) -> Iterator[str]:
     plan = watch.job.plan
     yield from watch.job.notes
     if plan.use_qlora and plan.quant == "int8":
@@ -381,7 +381,7 @@ def _host_terms(tensors: Iterable[tuple[int, bool]]) -> Iterator[Term]:
         yield Term(kind="tensors", num_bytes=sum(pageable), arithmetic=arithmetic, why="pageable")
 
 
-def _program(watch: _Watch) -> Program:
+def _program(watch: _TrainingCallbacks) -> Program:
     mode = watch.virtual.mode
     events = mode.memory.log.events
     is_wrapped = watch.job.plan.is_distributed  # True if a strategy wraps the model

@@ -47,6 +47,7 @@ class TraceSeries:
         self.plan, self.gpu, self.key = plan, gpu, key
         self.num_traces = 0
         self._traces: dict[int, TracedPlan] = {}
+        self._num_runs = DEGREE[key] + 2  # of a checked interpolation: samples, and one to compare
         self._covered: dict[int, Interpolation] = {}
         self._interpolations: dict[tuple[int, int], Interpolation] = {}
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
@@ -84,9 +85,9 @@ class TraceSeries:
         simulated."""
         spacing = SPACING[self.key]
         sizes = [v for v in self._traces if v > 1]
-        is_short = self.key == "seq_len" and value < min(sizes, default=0)  # not surely a plan
-        needs_run = self.must_simulate or value == 1 or value % spacing
-        if value in self._traces or needs_run or is_short:
+        may_be_invalid = self.key == "seq_len" and value < min(sizes, default=0)
+        needs_run = self.must_simulate or value == 1 or value % spacing != 0
+        if value in self._traces or needs_run or may_be_invalid:
             return self.trace(value)
         for interpolation in reversed(self._interpolations.values()):
             with suppress(NotInterpolable):
@@ -135,10 +136,12 @@ class TraceSeries:
         equally spaced sizes `progression` are in `queried`. All queried sizes must be multiples of
         the smallest. Kernels may pad other sizes, and padded sizes follow no polynomial."""
         sizes = sorted(queried.intersection(progression))
-        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(sizes) < len(progression) // 2
-        if not is_few or any(value % sizes[0] for value in sizes):
+        is_linear = DEGREE[self.key] == 1
+        if not is_linear or not self._num_runs < len(sizes) < len(progression) // 2:
             return False
         first, last = sizes[0], sizes[-1]
+        if any(value % first for value in sizes):
+            return False
         ends = [self.trace(first), self.trace(last)]
         try:
             interpolation = Interpolation(
@@ -178,7 +181,7 @@ class TraceSeries:
 
     def _cover(self, run: Sequence[int], queried: set[int]) -> None:
         """Cover the sizes of `run`, an arithmetic progression, as `cover` describes."""
-        if len(queried.intersection(run)) <= DEGREE[self.key] + 2:
+        if len(queried.intersection(run)) <= self._num_runs:  # no run is saved
             return
         middle = len(run) // 2
         try:

@@ -19,7 +19,7 @@ from memest.estimator.versions import makes_subclasses_under_modes
 _PREFIX = "torch.cuda."
 
 _TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
-_DTYPES = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _TYPES}
+_DTYPE_BY_TYPE = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _TYPES}
 
 
 class LegacyTensor:
@@ -29,7 +29,7 @@ class LegacyTensor:
     def __init__(self, name: str) -> None:
         self.__name__ = name
         self.__module__ = "torch.cuda"
-        self.dtype = _DTYPES[name]
+        self.dtype = _DTYPE_BY_TYPE[name]
 
     def __repr__(self) -> str:
         return f"<class '{_PREFIX}{self.__name__}'>"
@@ -57,7 +57,7 @@ def _legacy_tensor(args: tuple[Any, ...], dtype: torch.dtype, device: torch.devi
 
 def _install_legacy(patches: Patches) -> None:
     """Install `torch.cuda.FloatTensor` and similar types, which only a CUDA build of torch has."""
-    for name in _DTYPES:
+    for name in _DTYPE_BY_TYPE:
         patches.set(torch.cuda, name, LegacyTensor(name))
 
     @patches.wrap(Tensor, "type")
@@ -83,7 +83,7 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
     if isinstance(kind, LegacyTensor):
         return kind.dtype
     is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
-    return _DTYPES.get(kind.removeprefix(_PREFIX)) if is_name else None
+    return _DTYPE_BY_TYPE.get(kind.removeprefix(_PREFIX)) if is_name else None
 
 
 def _install_default(patches: Patches) -> None:

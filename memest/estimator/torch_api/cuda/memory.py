@@ -21,7 +21,7 @@ from memest.estimator.tensors.placement import is_another, resolve
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make memory functions of `torch.cuda` use the simulated allocator of `mode`. Pluggable
     allocators are refused."""
-    functions = _Functions(mode)
+    functions = _MemoryFunctions(mode)
     for methods in (functions, _Recordings(mode)):
         patches.set_methods(methods, torch._C, prefix="_cuda_")
     patches.set_methods(_RawBlocks(mode), torch._C, prefix="_cuda_cudaCachingAllocator_")
@@ -55,7 +55,7 @@ class _Replacements:
         self._mode, self._memory, self._allocator = mode, mode.memory, mode.memory.allocator
 
 
-class _Functions(_Replacements):
+class _MemoryFunctions(_Replacements):
     """Replacements of functions for the allocator's statistics, limits and settings."""
 
     def __init__(self, mode: CudaSimMode) -> None:

@@ -49,7 +49,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
             patches.set(module, name, _not_supported(module))
     patches.set_all(constants(_facts(mode.gpu)), module)
-    patches.set_methods(_Functions(mode, module), module)
+    patches.set_methods(_NvmlFunctions(mode, module), module)
     nvidia_smi.install(patches, module)
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
@@ -82,7 +82,7 @@ def _not_supported(module: ModuleType) -> Any:
     return refused
 
 
-class _Functions:
+class _NvmlFunctions:
     """Replacements of NVML's functions, for the virtual GPU; all GPU indices have one handle."""
 
     def __init__(self, mode: CudaSimMode, module: ModuleType) -> None:

@@ -139,7 +139,7 @@ class _Generic(type):
     def __call__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
         target = GPU.device if device is None else resolve(device)
         if torch.device(target).type == "cuda":
-            if cls.of_cuda.__name__ == "Event":
+            if cls.of_cuda.__name__ == "Event":  # which takes no device
                 return cls.of_cuda(*args, **options)
             return cls.of_cuda(target, *args, **options)
         return cls.original(device, *args, **options)

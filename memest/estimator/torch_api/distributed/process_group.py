@@ -27,7 +27,7 @@ FAKE = "fake"  # torch's own backend without communication
 NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
-class _Functions:
+class _DistributedFunctions:
     """Replacements of functions of `torch.distributed`, by their names, for one simulated rank.
     Groups have torch's backend `fake`, but report the backend that the script requested. An object
     that this rank gets from another rank, as by `all_gather_object`, is assumed to equal this
@@ -214,8 +214,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
     mode.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
 
-    functions = _Functions(mode, rank)
-    for name in [name for name in vars(_Functions) if not name.startswith("_")]:
+    functions = _DistributedFunctions(mode, rank)
+    for name in [name for name in vars(_DistributedFunctions) if not name.startswith("_")]:
         # libraries read the signature, such as DeepSpeed for `device_id`
         function = wraps(getattr(c10d, name))(partial(getattr(functions, name)))
         for owner in (c10d, dist, device_mesh):  # a mesh may call `init_process_group`
