@@ -49,15 +49,13 @@ def require(*packages: str) -> None:
 def is_in_packages(path: str | Path) -> bool:
     """Return whether `path` is inside a folder of installed packages: `site-packages`,
     `dist-packages` of Debian's Python, or a folder on `sys.path` made by `pip install --target`."""
-    folders = (str(path), *map(str, Path(path).parents))
-    return not _FOLDERS.isdisjoint(Path(path).parts) or any(
-        folder in sys.path and _has_metadata(folder) for folder in folders
-    )
+    folders = (Path(path), *Path(path).parents)
+    return any(f.name in _FOLDERS or (str(f) in sys.path and _has_metadata(f)) for f in folders)
 
 
 @cache
-def _has_metadata(folder: str) -> bool:
-    return any(Path(folder).glob("*.dist-info"))
+def _has_metadata(folder: Path) -> bool:
+    return any(folder.glob("*.dist-info"))
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:

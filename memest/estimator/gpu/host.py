@@ -234,22 +234,22 @@ class HostTensors:
         result of guessed shape, or that of the operator's rule (`Op.result`). If there is neither,
         call `func` with ones in place of tensors without data, or raise an error."""
         try:
-            return func(*_as_meta(args), **kwargs)
+            return func(*as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if func is aten.index.Tensor:
-                return func(_as_meta(args[0]), list(self._positions(args[1])))
+                return func(as_meta(args[0]), list(self._positions(args[1])))
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
             if func is aten.masked_select.default and not is_meta(args[1]):  # the mask has data
                 source, mask = args
                 if source.dim():
                     mask = mask.expand_as(source)
-                return _as_meta(source).new_empty(int(mask.sum()))
+                return as_meta(source).new_empty(int(mask.sum()))
             op = op_of(func)
             result = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if result is None and op.result:
                 with suppress(NotImplementedError):
-                    result = op.result(op.call(_as_meta(args), kwargs))
+                    result = op.result(op.call(as_meta(args), kwargs))
             if result is not None:
                 return result
             failure = self._attribution.failure(func, error)
@@ -312,7 +312,7 @@ class HostTensors:
         compute, or comes from dummy weights. None means that the caller computes it."""
         if func._schema.is_mutable or func.is_view:
             return None
-        meta_args = _as_meta(args)
+        meta_args = as_meta(args)
         if func in _FACTORIES or "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         try:
@@ -365,7 +365,7 @@ def _ones_like(tensor: Tensor) -> Tensor:
     return ones.expand(tensor.shape) if is_meta(tensor) else tensor
 
 
-def _as_meta(value: Any) -> Any:
+def as_meta(value: Any) -> Any:
     """Return `value` with its tensors as meta tensors, except 0-d tensors with data."""
     return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 

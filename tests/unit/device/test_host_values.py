@@ -340,3 +340,19 @@ def test_layers_results_are_equal_only_if_they_are_the_same_memory(gpu: VirtualG
     assert not torch.equal(query, key)
     assert not torch.equal(query, torch.zeros_like(query))
     assert torch.equal(nn.Linear(1024, 1024).cuda().weight, nn.Linear(1024, 1024).cuda().weight)
+
+
+def test_a_fused_step_on_the_host_takes_tensors_with_and_without_data(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.rand(1 << 20)
+    weight.grad = torch.rand(1 << 20)
+    monkeypatch.setattr(host, "REAL_BYTES", 0)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+
+    places = [gpu.mode.host.place(tensor) for tensor in optimizer.state[weight].values()]
+    assert (gpu.mode.host.place(weight), *places) == (Place.REAL,) * 2 + (Place.HOST,) * 2
+    optimizer.state[weight]["exp_avg"] = torch.zeros(1 << 20, device="cuda")
+    with pytest.raises(RuntimeError, match="same device"):
+        optimizer.step()

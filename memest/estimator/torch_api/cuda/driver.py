@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from memest.errors import UnsupportedError
+from memest.estimator.gpu.host import as_meta
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.random import CudaRng, GpuGenerator
@@ -126,7 +127,15 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
     def grouped(group: Any, lists: Any, with_indices: bool = False) -> dict[Any, Any]:
         groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
         devices = {Place.GPU: GPU.device, Place.META: META}
-        for (device, dtype), (members, indices) in group(lists, with_indices).items():
+        try:
+            found = group(lists, with_indices)
+        except RuntimeError:
+            places = {mode.host.place(t) for column in lists for t in column if t is not None}
+            if places != {Place.REAL, Place.HOST}:  # tensors of the host with and without values
+                raise
+            rows = {key: indices for key, (_, indices) in group(as_meta(lists), True).items()}
+            found = {k: ([[c[i] for i in at if c] for c in lists], at) for k, at in rows.items()}
+        for (device, dtype), (members, indices) in found.items():
             for position, tensor in enumerate(members[0]):
                 place = Place.META if tensor is None else mode.host.place(tensor)
                 target = devices.get(place, CPU) if device.type == "meta" else device
