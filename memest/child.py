@@ -32,6 +32,8 @@ from memest.child import die_with_parent, do_work
 die_with_parent()
 do_work(work, sys.argv[1], output)
 """
+SILENT = (os.devnull, os.devnull)
+T = TypeVar("T")
 
 
 class DiedError(MemestError):
@@ -170,9 +172,6 @@ def fork(run: Callable[[], object]) -> Child:
         os._exit(70)  # nothing of the parent's may run in the child
 
 
-SILENT = (os.devnull, os.devnull)
-
-
 def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
     """Start `work()` in another process; `Child.answer` returns its result. The process is a fork
     of this one if `CAN_FORK`, else a new Python. `output` has the paths of two files, for stdout
@@ -277,9 +276,6 @@ def die_with_parent() -> None:
     """Make Linux kill this process when its parent ends; do nothing on other systems."""
     with suppress(OSError, AttributeError, TypeError):  # Windows
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-T = TypeVar("T")
 
 
 @contextmanager

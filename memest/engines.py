@@ -32,6 +32,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ATTEMPTS = 2  # number of times that a task begins if its worker is killed
+MINUTES = 240  # time limit of a task under Slurm
+POLL_S = 0.2  # seconds between two looks at the jobs
+_PACKAGES = {"ray": "ray", "slurm": "submitit"}
+MADE_BETWEEN_COLLECTIONS = 1_000_000
+"""Threshold of `gc.set_threshold`, in new objects. Importing torch and transformers makes a million
+permanent objects, which Python would scan a thousand times. A virtual run sets its own threshold
+(`without_gc`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,10 +389,7 @@ class Slurm(Engine):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-MINUTES = 240  # time limit of a task under Slurm
-POLL_S = 0.2  # seconds between two looks at the jobs
 ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "slurm": Slurm}  # engines by name
-_PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
 def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engine:
@@ -398,13 +403,6 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
             hint="run it on a machine that submits to Slurm, or use `--engine local`",
         )
     return ENGINES[name](workers=workers, gpus=gpus)
-
-
-MADE_BETWEEN_COLLECTIONS = 1_000_000
-"""Threshold of `gc.set_threshold`, in new objects. Importing torch and transformers makes a million
-permanent objects, which Python would scan a thousand times. A virtual run sets its own threshold
-(`without_gc`).
-"""
 
 
 def collect_seldom() -> Callable[[], None]:

@@ -29,7 +29,7 @@ from memest.run.summary import record_run_of
 
 __all__ = ["CellReport", "load_ipython_extension"]
 
-_OPTIONS = {
+_TYPE_BY_OPTION = {
     "--gpu": str, "--gpu-memory": str, "--memory-limit": str, "--beside": str, "--max-steps": int,
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ class _Magic:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.left: dict[str, Any] = {}  # of earlier cells, whose GPU no longer exists
+        self.stale: dict[str, Any] = {}  # variables on GPUs of earlier cells, which are gone
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
         """Run `cell` on a virtual GPU and return its report. `line` is such as `a100-40gb
@@ -83,7 +83,7 @@ class _Magic:
 
     def _run(self, session: Session, cell: str) -> None:
         try:
-            with session, _quiet_at_the_limit(self.shell):
+            with session, _step_limit_hidden(self.shell):
                 self.shell.run_cell(cell, store_history=False).raise_error()
         except MemestError:
             pass  # printed with its traceback
@@ -92,26 +92,26 @@ class _Magic:
         namespace = self.shell.user_ns
         live = session.virtual.mode.memory.live
         for name, value in namespace.items():
-            if any(_key(tensor) in live for tensor in _tensors_of(value)):
-                self.left[name] = value
+            if any(_storage_key(tensor) in live for tensor in _tensors_of(value)):
+                self.stale[name] = value
 
     def _check(self, cell: str) -> None:
         """Raise an `UnsupportedError` if `cell` has a top-level `await`, or uses tensors of the
         real GPU or of an earlier cell's virtual GPU."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
-        if _awaits(source):
+        if _has_top_level_await(source):
             raise UnsupportedError(
                 "the cell has `await` outside of a function, whose event loop is the notebook's",
                 hint="leave `await` to another cell, which has no `%%memest`",
             )
-        for name in sorted(_names(source, namespace)):
+        for name in sorted(_names_read(source, namespace)):
             value = namespace[name]
             if any(is_on_real_gpu(tensor) for tensor in _tensors_of(value)):
                 raise UnsupportedError(
                     f"the cell uses {shown(name)}, which is on the real GPU",
                     hint="create it in this cell, or move it to the CPU before",
                 )
-            if self.left.get(name) is value and value is not None:
+            if self.stale.get(name) is value and value is not None:
                 raise UnsupportedError(
                     f"the cell uses {shown(name)} of an earlier cell, whose virtual GPU is gone",
                     hint="put both cells into one",
@@ -120,25 +120,29 @@ class _Magic:
 
 def _session(line: str) -> Session:
     try:
-        arguments, options = shlex.split(line, comments=True), {}
+        arguments = shlex.split(line, comments=True)
     except ValueError as error:
         raise PlanError(f"{shown(line)}: {error}", hint="`%%memest a100-40gb`") from error
     gpu = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
+    options = {}
     while arguments:
-        option, *values = arguments
-        if option not in _OPTIONS or not values:
-            names = ", ".join(f"`{name} VALUE`" for name in _OPTIONS)
+        option = arguments.pop(0)
+        if option not in _TYPE_BY_OPTION:
+            names = ", ".join(f"`{name} VALUE`" for name in _TYPE_BY_OPTION)
             raise PlanError(f"{shown(option)} is no option of `%%memest`", hint=f"it has {names}")
+        if not arguments:
+            raise PlanError(f"`{option}` has no value", hint=f"write `{option} VALUE`")
+        value = arguments.pop(0)
+        name = option.removeprefix("--").replace("-", "_")
         try:
-            options[option[2:].replace("-", "_")] = _OPTIONS[option](values[0])
+            options[name] = _TYPE_BY_OPTION[option](value)
         except ValueError as error:
-            raise PlanError(f"`{option}` is {shown(values[0])}", hint="write a number") from error
-        arguments = values[1:]
+            raise PlanError(f"`{option}` is {shown(value)}", hint="write a number") from error
     gpu = options.pop("gpu", gpu)
     return virtual_gpu(gpu or find_project(Path.cwd()).gpu or PRIMARY_GPU, **options)
 
 
-def _awaits(source: str) -> bool:
+def _has_top_level_await(source: str) -> bool:
     """Return whether the cell `source` has `await` outside of a function, as IPython allows."""
     try:
         code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -147,7 +151,7 @@ def _awaits(source: str) -> bool:
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
-def _names(source: str, namespace: dict[str, Any]) -> set[str]:
+def _names_read(source: str, namespace: dict[str, Any]) -> set[str]:
     """Return the names in `namespace` that cell `source` reads, itself or in functions it calls."""
     try:
         cell = compile(source, "<cell>", "exec")
@@ -160,18 +164,22 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
             stored.add(instruction.argval)
         elif instruction.opname.startswith("LOAD_") and instruction.argval in namespace:
             used |= {instruction.argval} - stored
-    codes = [const for const in cell.co_consts if isinstance(const, CodeType)]
-    codes += [f.__code__ for f in map(namespace.get, used) if isinstance(f, FunctionType)]
+    pending = _codes_reached(cell, used, namespace)
     seen = set()
-    while codes:
-        code = codes.pop()
+    while pending:
+        code = pending.pop()
         seen.add(code)
         names = {name for name in code.co_names if name in namespace} - stored - used
         used |= names
-        nested = [const for const in code.co_consts if isinstance(const, CodeType)]
-        nested += [f.__code__ for f in map(namespace.get, names) if isinstance(f, FunctionType)]
-        codes += [const for const in nested if const not in seen]
+        pending += [new for new in _codes_reached(code, names, namespace) if new not in seen]
     return used
+
+
+def _codes_reached(code: CodeType, names: set[str], namespace: dict[str, Any]) -> list[CodeType]:
+    """Return the code nested in `code`, and that of the functions `names` of `namespace`."""
+    nested = [const for const in code.co_consts if isinstance(const, CodeType)]
+    functions = [f for f in map(namespace.get, names) if isinstance(f, FunctionType)]
+    return nested + [function.__code__ for function in functions]
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -191,7 +199,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
                 yield from _tensors_of(item)
 
 
-def _key(tensor: torch.Tensor) -> int | None:
+def _storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number that identifies the storage of a tensor; None if there is no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -200,7 +208,7 @@ def _key(tensor: torch.Tensor) -> int | None:
 
 
 @contextmanager
-def _quiet_at_the_limit(shell: Any) -> Iterator[None]:
+def _step_limit_hidden(shell: Any) -> Iterator[None]:
     """Suppress, in a `with` block, the traceback of a cell that `--max-steps` ends."""
     show = shell.showtraceback
 

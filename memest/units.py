@@ -15,6 +15,7 @@ _SUFFIXES = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+SMALL = GIB // 10  # sizes below it are shown in MiB
 
 
 def parse_bytes(text: str | int) -> int:
@@ -43,9 +44,6 @@ def parse_bytes(text: str | int) -> int:
             f"memory size {shown(text)} is beyond any machine", hint="write it as `78.4GiB`"
         )
     return int(num_bytes)
-
-
-SMALL = GIB // 10  # sizes below it are shown in MiB
 
 
 def gib_or_mib(num_bytes: int) -> str:

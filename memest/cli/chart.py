@@ -49,6 +49,9 @@ _CHART_OPTIONS = combined(
     click.option("--title", default="", help="Title of the chart."),
     click.option("--json", "as_json", is_flag=True, help="Print the files as JSON."),
 )  # fmt: skip
+_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that do not change the points of a sweep
+DEFAULT_GPU = "h100-80gb"  # default GPU of the chart
+MAX_SETTINGS = 4  # largest number of lines in one chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +252,6 @@ def batches(
     pictures.save(figure, "batches", data)
 
 
-_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that do not change the points of a sweep
-
-
 @chart.command("sweep")
 @click.argument("file", required=False, type=PATH)
 @grid_options
@@ -379,9 +379,6 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-DEFAULT_GPU = "h100-80gb"  # default GPU of the chart
-
-
 @chart.command()
 @click.option("--devices", default="1,2,4,8,16,32,64", show_default=True, help="Numbers of GPUs.")
 @click.option(
@@ -437,9 +434,6 @@ def scaling(
     if line.reports:
         figure = plots.plot_scaling_bars(line, dark=pictures.dark)
         pictures.save(figure, f"scaling-{strategy}", line.to_dicts())
-
-
-MAX_SETTINGS = 4  # largest number of lines in one chart
 
 
 @chart.command()

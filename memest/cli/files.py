@@ -18,6 +18,9 @@ from memest.writing import why_not_writable, write_output
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
 
+_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
+"""LoRA keys. A suite may set them for all its plans; as command-line options they need LoRA."""
+
 
 def only_one(options: Mapping[str, Any]) -> str:
     """Return the name of the option in `options` ({name: value}) whose value is true; "" if none
@@ -51,10 +54,6 @@ def read_plans(
         need = NEEDS["adapters"]
         raise PlanError(need.error.format(key=needs[0]), hint=need.hint)
     return [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
-
-
-_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
-"""LoRA keys. A suite may set them for all its plans; as command-line options they need LoRA."""
 
 
 def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:

@@ -25,6 +25,9 @@ SECTIONS = {
 }  # fmt: skip
 """Sections of `memest --help`, with every command and its module of `cli`."""
 
+OPTION_SECTIONS: dict[str, str] = {}  # section of a command's help by parameter; see `options.py`
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errno of a full disk or a failed write
+
 
 class _Command(click.Command):
     """Command whose `--help` lists the options in sections, such as `GPUs`."""
@@ -41,9 +44,6 @@ class _Command(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
-
-
-OPTION_SECTIONS: dict[str, str] = {}  # section of a command's help by parameter; see `options.py`
 
 
 class _Group(click.Group):
@@ -100,31 +100,32 @@ class _Group(click.Group):
         except click.ClickException as error:
             fail(error.format_message(), "", error.exit_code)
         except click.Abort:
-            fail("interrupted", "", 130)
+            fail("interrupted", "", 130)  # 128 + SIGINT, as in shells
         except BrokenPipeError:  # the reader of a pipe has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             sys.exit(0)
         except (ImportError, OSError) as error:
             if broken := broken_package(error):
                 fail(*broken, 3)
             if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
                 raise
-            _no_room(error)
+            _fail_to_write(error)
         try:
             sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
         except OSError as error:
-            _no_room(error)
+            _fail_to_write(error)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errno of a full disk or a failed write
-
-
-def _no_room(error: OSError) -> None:
-    """Report that stdout cannot be written, discard the rest of the output, and exit."""
+def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail_to_write(error: OSError) -> None:
+    """Report that stdout cannot be written, discard the rest of the output, and exit."""
+    _discard_output()
     fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 
 

@@ -137,7 +137,7 @@ def gpus(text: str) -> Option:
     return click.option("--gpu", multiple=True, help=text, shell_complete=completes(VALUES["gpu"]))
 
 
-def _usable(ctx: click.Context, param: Any, value: str) -> str:
+def _check_engine(ctx: click.Context, param: Any, value: str) -> str:
     """Return `value`, the name of an engine; raise `UnsupportedError` if it cannot run here."""
     find_engine(value)
     return value
@@ -145,14 +145,16 @@ def _usable(ctx: click.Context, param: Any, value: str) -> str:
 
 engine = click.option(
     "--engine", type=click.Choice(list(ENGINES)), default="local", show_default=True,
-    callback=_usable,
-    help="Where workers run: this machine, a Ray cluster, Slurm.",
+    callback=_check_engine, help="Where workers run: this machine, a Ray cluster, Slurm.",
 )  # fmt: skip
 
 
+def _simulate_release(ctx: click.Context, param: Any, value: str | None) -> None:
+    ctx.with_resource(simulating(value))  # until the command ends
+
+
 torch = click.option(
-    "--torch", "torch_release", expose_value=False,
-    callback=lambda ctx, param, value: ctx.with_resource(simulating(value)),  # until it ends
+    "--torch", "torch_release", expose_value=False, callback=_simulate_release,
     help=f"Release whose kernels are simulated: {', '.join(r.name for r in RELEASES)}. [installed]",
     shell_complete=completes(lambda: [r.name for r in RELEASES]),
 )  # fmt: skip
@@ -225,7 +227,8 @@ def training(*, has_epochs: bool) -> Option:
             whole = WholeTraining(train_steps, read_prices(price), epochs, samples)
             return command(*args, whole=whole, **kwargs)
 
-        return combined(_train_steps, _price, *(_epochs, _samples) * has_epochs)(run)
+        length_options = (_epochs, _samples) if has_epochs else ()
+        return combined(_train_steps, _price, *length_options)(run)
 
     return add
 

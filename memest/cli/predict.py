@@ -76,8 +76,9 @@ def predict(
     with progress_bar():
         results = predict_resumably(plans, output if suite else None, is_resumed=resume, jobs=jobs)
     predicted, failed = partition(plans, results)
-    if suite is None and failed:
-        raise failed[0][1]
+    errors = [error for _, error in failed]
+    if suite is None and errors:
+        raise errors[0]
     reports = [report for _, report in predicted]
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
@@ -92,12 +93,14 @@ def predict(
         text = render_text(reports[0], change=change, training=training, **style)
     print_or_write(text, output, is_folded=not (as_json or summary or emit or suite))
     forget(output if suite else None)
-    for error in (with_label(*pair) for pair in failed):
-        print_error(str(error), error.hint)
+    for plan, error in failed:
+        labelled = with_label(plan, error)
+        print_error(str(labelled), labelled.hint)
     write_files([plan for plan, _ in predicted], reports, **files)
-    if failed:
-        return failed[0][1].exit_code
-    return OOM_EXIT_CODE if check and any(r.verdict != "fits" or r.warnings for r in reports) else 0
+    if errors:
+        return errors[0].exit_code
+    is_doubtful = any(report.verdict != "fits" or report.warnings for report in reports)
+    return OOM_EXIT_CODE if check and is_doubtful else 0
 
 
 def _check_output(
@@ -183,9 +186,12 @@ def advise(
     """
     plan_values = given_only(flags)
     plan = read_plans(config, None, plan_values, tries_lora=True)[0]
-    if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
+    num_gpus = len(plan.gpu)
+    if plan.gpu_memory is not None:
+        num_gpus += 1
+    if num_gpus != 1:
         raise PlanError(
-            "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
+            f"advice is for one GPU, not {num_gpus}" if num_gpus else "advice is for one GPU",
             hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
         )
     (gpu,) = target_gpus(plan)
@@ -196,4 +202,5 @@ def advise(
         advice = find_advice(plan, gpu, max_predictions=max_predictions)
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     print_or_write(text, output, is_folded=not as_json)
-    return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0
+    has_answer = advice.fits or advice.options
+    return OOM_EXIT_CODE if check and not has_answer else 0

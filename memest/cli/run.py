@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 NOT_USED_EXIT_CODE = 2  # exit code of a script that ends without using the GPU
 RULE = "-" * 80
+_ARGUMENTS = "memest.run.arguments"
+MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for an unsimulated rank
 
 
 class _RunCommand(click.Command):
@@ -60,9 +62,10 @@ class _RunCommand(click.Command):
         if not {"-h", "--help"}.intersection(args):
             args, script = self.with_project(args, script)
         ctx.meta[_ARGUMENTS] = [*args, *script]
-        if script and script[0].startswith("-m"):
-            num = 2 if script[0] == "-m" else 1
-            script = [*script[:num], "--", *script[num:]]
+        if script and script[0].startswith("-m"):  # `-m MODULE` or `-mMODULE`
+            num_words = 2 if script[0] == "-m" else 1
+            # click must not parse the arguments of the module
+            script = [*script[:num_words], "--", *script[num_words:]]
         return super().parse_args(ctx, [*args, *script])
 
     def split(self, args: list[str]) -> tuple[list[str], list[str]]:
@@ -89,17 +92,13 @@ class _RunCommand(click.Command):
         names = {arg.partition("=")[0] for arg in args}
         defaults = []
         if not names & {"--gpu", "--gpu-memory"}:
-            defaults += ["--gpu", project.gpu] if project.gpu else []
-            has_limit = project.limit and "--memory-limit" not in names
-            defaults += ["--memory-limit", project.limit] if has_limit else []
+            if project.gpu:
+                defaults += ["--gpu", project.gpu]
+            if project.limit and "--memory-limit" not in names:
+                defaults += ["--memory-limit", project.limit]
         if defaults and project.folder is not None:
             click.echo(f"note: {project.folder / FILE}: {' '.join(defaults)}", err=True)
         return [*defaults, *args], script
-
-
-_ARGUMENTS = "memest.run.arguments"
-
-MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for an unsimulated rank
 
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
@@ -179,9 +178,9 @@ def run(
     nproc_per_node, nnodes = _num_gpus(launch, nproc_per_node, nnodes)
     os.environ.update(launch.environment)
     check_single_process(os.environ)
-    settings_from(os.environ)  # which the allocator reads at its first request
+    settings_from(os.environ)  # raises now, and not at the first request, if they are invalid
     target_gpu, other_gpus = _chosen_gpus(gpu_names, gpu_memory, beside)
-    files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
+    files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace"))).absolute()
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     settings: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
     check_torch()
@@ -193,9 +192,10 @@ def run(
     settings["others"] = tuple(NAMES) if output["emit"] else other_gpus
     make = partial(Session, target_gpu, name=target.label, roots=target.roots, **settings)
     stdout = sys.stdout
-    limit_s = time_limit or (MAX_SECONDS_OF_RANK if ranks[0].world_size > 1 else None)
+    if time_limit is None and ranks[0].world_size > 1:
+        time_limit = MAX_SECONDS_OF_RANK
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
-    run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
+    run_one = partial(_run_one, target, make, limit_s=time_limit, **streams)
     result = _run_chosen(ranks, run_one, files, runs_others=not numbers)
     sys.stdout.flush()
     sys.stderr.write(result.error_text)
@@ -214,7 +214,10 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
-        raise PlanError("a launcher and `memest run` both have a number of GPUs", hint=_ONE)
+        raise PlanError(
+            "a launcher and `memest run` both have a number of GPUs",
+            hint="leave `--nproc-per-node` and `--nnodes` of `memest run` out",
+        )
     return launch.num_local, launch.num_nodes
 
 
@@ -256,7 +259,7 @@ def _run_one(
     is_immediate=is_immediate)` returns. Without `has_input`, the script cannot read stdin; without
     `has_stdout`, it prints to stderr. After the run, write the output files to the paths in
     `files`; None writes none. If `folder` is not "", write the output files to `folder` instead,
-    under the names of `_Files.of_rank`, such as `3.0` for rank 3. `is_immediate` makes blocks
+    under the names of `_Files.of_rank`, such as `3.html` for rank 3. `is_immediate` makes blocks
     return to their pools at once, even if other streams use them."""
     from memest.run.ranks import rows_of
     from memest.run.session import run_target
@@ -272,7 +275,8 @@ def _run_one(
         result = replace(result, report=replace(result.report, ranks=rows))
     if result.report is None or files is None:
         return result
-    files = files.of_rank(folder, rank.rank) if folder else files
+    if folder:
+        files = files.of_rank(folder, rank.rank)
     return _write_after(result, partial(files.write, result.report, session))
 
 
@@ -323,7 +327,7 @@ def _run_ranks(
         for pair in other_ranks(outcomes) if runs_others else ():
             later_outcomes = run_together(pair, partial(run_one, files, folder=folder))
             # an unmodified script may fail if its first rank has ended
-            outcomes += [outcome for outcome in later_outcomes if _is_whole(outcome[1])]
+            outcomes += [(rank, result) for rank, result in later_outcomes if _has_verdict(result)]
         for rank, result in outcomes:
             report = result.report
             if report is None:
@@ -343,10 +347,10 @@ def _run_ranks(
     if not reports:
         return result
     report = merge_ranks(reports)
-    return _write_after(replace(result, report=report), partial(files.keep_of, report, folder))
+    return _write_after(replace(result, report=report), partial(files.merge, report, folder))
 
 
-def _is_whole(result: RunResult) -> bool:
+def _has_verdict(result: RunResult) -> bool:
     """Return whether the script ended normally, or because the GPU's memory was full."""
     is_out_of_memory = result.report is not None and result.report.verdict is Outcome.OOM
     return not result.exit_code or is_out_of_memory
@@ -383,9 +387,6 @@ def _no_real_gpu() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-_ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
-
-
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
     """Return (launch, target to run) of a command line: of `module` with arguments `command`, or if
     `module` is None, of the script or launcher, such as `torchrun`, in `command`. The launch has
@@ -417,19 +418,24 @@ def _chosen_gpus(
     return gpu.beside(beside_bytes), tuple(names) if len(names) > 1 else DEFAULT_GPUS
 
 
-class _Files:
-    """Paths of the files to write, in this order: JSON, page, snapshot, trace; None: not
-    written."""
+class _Files(NamedTuple):
+    """Paths of the files to write; None: not written."""
 
-    def __init__(self, *paths: Path | None) -> None:
-        self.paths = [path and Path(os.path.abspath(path)) for path in paths]
-        self.json, self.html, self.snapshot, self.chrome = self.paths
+    json: Path | None
+    html: Path | None
+    snapshot: Path | None
+    chrome_trace: Path | None
+
+    def absolute(self) -> _Files:
+        """Return the same paths for a script that changes the working folder."""
+        return _Files(*(path and Path(os.path.abspath(path)) for path in self))
 
     def of_rank(self, folder: str, rank: int) -> _Files:
         """Return paths in `folder` for the same kinds of files, of rank number `rank`."""
-        return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
+        named = self._asdict().items()
+        return _Files(*(path and Path(folder, f"{rank}.{name}") for name, path in named))
 
-    def keep_of(self, report: RunReport, folder: str) -> None:
+    def merge(self, report: RunReport, folder: str) -> None:
         """Copy the files that the rank of `report` wrote to `folder` to these paths. Two files are
         changed, to show all ranks: the JSON is that of `report`, and the page gets a table of the
         ranks."""
@@ -441,7 +447,8 @@ class _Files:
         if self.html is not None and rank_files.html is not None:
             rendered = rank_files.html.read_text(encoding="utf-8")
             write_output(self.html, with_all_ranks(rendered, report))
-        for path, source in zip(self.paths[2:], rank_files.paths[2:], strict=True):
+        recordings = (rank_files.snapshot, rank_files.chrome_trace)
+        for path, source in zip((self.snapshot, self.chrome_trace), recordings, strict=True):
             if path is not None and source is not None:
                 write_output(path, source.read_bytes())
 
@@ -449,12 +456,12 @@ class _Files:
         """Write the requested files of `report`, with timelines from the run in `session`."""
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
-        if any(self.paths[1:]):
+        files = self._asdict()
+        del files["json"]
+        if any(files.values()):
             from memest.run.summary import record_run_of
 
-            recording, chrome = record_run_of(session.virtual, report), self.chrome
-            files = {"html": self.html, "snapshot": self.snapshot, "chrome_trace": chrome}
-            write_pages([report], recording, **files)
+            write_pages([report], record_run_of(session.virtual, report), **files)
 
 
 def _print(

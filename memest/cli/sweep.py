@@ -66,17 +66,17 @@ def max_batch(
     if all_techniques:
         with progress_bar():
             rows = largest_of_all(plan, gpus, key, jobs=jobs)
-        nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
+        text = render_techniques(rows, key)
+        is_oom = all(row.largest is None or row.largest.value is None for row in rows)
     else:
         with progress_bar(f"{plan.label}: looking for the largest"):
             rows = largest(plan, gpus, key)
-        nothing_fits = any(row.value is None for row in rows)
+        text = render_largest(rows)
+        is_oom = any(row.value is None for row in rows)
     if as_json:
         text = "\n".join(json.dumps(row.to_dict()) for row in rows)
-    else:
-        text = render_techniques(rows, key) if all_techniques else render_largest(rows)
     print_or_write(text, output, is_folded=not as_json)
-    return OOM_EXIT_CODE if check and nothing_fits else 0
+    return OOM_EXIT_CODE if check and is_oom else 0
 
 
 grid_options = combined(
@@ -114,14 +114,18 @@ def grid_points(
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
-        base = read_config(config, {k: v[0] for k, v in varied.items()}).to_dict()
+        first_values = {key: values[0] for key, values in varied.items()}
+        base = read_config(config, first_values).to_dict()
     if gpu:
         base["gpu"] = list(gpu)
     if gpu_memory is not None:
         base["gpu_memory"] = gpu_memory
     grid = make_grid(base, varied, max_points=max_points)
     with_trust = partial(replace, trust_remote_code=trust_remote_code)
-    return [(v, with_trust(plan) if isinstance(plan, TrainingPlan) else plan) for v, plan in grid]
+    return [
+        (values, with_trust(plan) if isinstance(plan, TrainingPlan) else plan)
+        for values, plan in grid
+    ]
 
 
 @main.command("sweep")
@@ -171,13 +175,13 @@ def _is_json(output: Path | None, as_json: bool) -> bool:
     """Return True for JSON Lines, False for CSV: by the suffix of `output`; if None, `as_json`."""
     if output is None:
         return as_json
-    kinds = {".csv": False, ".jsonl": True}
-    if output.suffix not in kinds or (as_json and not kinds[output.suffix]):
+    suffixes = [".jsonl"] if as_json else [".csv", ".jsonl"]
+    if output.suffix not in suffixes:
         raise PlanError(
-            f"`{output}` is no {'.jsonl' if as_json else '.csv or .jsonl'} file",
+            f"`{output}` is no {' or '.join(suffixes)} file",
             hint="the format goes by the ending: `sweep.csv` or `sweep.jsonl`",
         )
-    return kinds[output.suffix]
+    return output.suffix == ".jsonl"
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -207,7 +211,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     training = whole.of(report.plan)
 
     def cost(gpu: str) -> tuple[float, float]:
-        hours = training.hours(report.times[gpu])[0]
+        hours, _, _ = training.hours(report.times[gpu])
         price = training.price_of(gpu)
         return (float("inf") if price is None else price * hours), hours
 

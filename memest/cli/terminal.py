@@ -15,6 +15,12 @@ from memest.errors import MemestError
 from memest.report import Prediction
 from memest.units import gib_or_mib
 
+_REFRESH_SECONDS = 0.5  # seconds between two updates
+_DELAY_SECONDS = 1.0  # seconds before the first output
+_FORMAT = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
+_UNCOUNTED = "{desc}  {elapsed}"
+LOG_SECONDS = 30.0  # seconds between two lines of a log
+
 
 def has_colour() -> bool:
     """Return whether to print colours: stdout is a terminal, `TERM` is not `dumb`, and `NO_COLOR`
@@ -38,12 +44,6 @@ def folded(text: str, out: TextIO | None = None) -> str:
     return fold(text, shutil.get_terminal_size().columns) if out.isatty() else text
 
 
-_EVERY = 0.5  # seconds between two updates
-_DELAY = 1.0  # seconds before the first output
-_FORMAT = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
-_UNCOUNTED = "{desc}  {elapsed}"
-
-
 @contextmanager
 def progress_bar(
     what: str = "reading the libraries", *, with_results: bool = True
@@ -52,14 +52,14 @@ def progress_bar(
     time left. The text `what` is shown until a task begins. `with_results` adds a line for each
     result. If stderr is no terminal, write a log line every half minute instead."""
     if not sys.stderr.isatty():
-        with watched(_Lines().show):
+        with watched(_ProgressLog().show):
             yield
         return
-    with _Display(what, with_results=with_results) as display, watched(display.show):
+    with _ProgressLine(what, with_results=with_results) as display, watched(display.show):
         yield
 
 
-class _Lines:
+class _ProgressLog:
     """Progress as lines of a log: how many tasks are done, and the time left."""
 
     def __init__(self) -> None:
@@ -88,10 +88,7 @@ class _Lines:
             print(text, file=sys.stderr, flush=True)
 
 
-LOG_SECONDS = 30.0  # seconds between two lines of a log
-
-
-class _Display:
+class _ProgressLine:
     """Progress on a terminal: a line that is overwritten. It shows `what` until a task begins. With
     `with_results`, there is a line for each result above it."""
 
@@ -100,7 +97,7 @@ class _Display:
 
         tqdm.set_lock(threading.RLock())  # worker processes write nothing
         self._bar: Any = tqdm(
-            total=None, file=sys.stderr, leave=False, delay=_DELAY, dynamic_ncols=True,
+            total=None, file=sys.stderr, leave=False, delay=_DELAY_SECONDS, dynamic_ncols=True,
             bar_format=_UNCOUNTED, desc=what,
         )  # fmt: skip
         self._has_lines = with_results
@@ -108,7 +105,7 @@ class _Display:
         self._ended = threading.Event()
         self._clock = threading.Thread(target=self._tick, daemon=True)
 
-    def __enter__(self) -> "_Display":
+    def __enter__(self) -> "_ProgressLine":
         self._clock.start()
         return self
 
@@ -118,8 +115,8 @@ class _Display:
         self._bar.close()
 
     def _tick(self) -> None:
-        self._ended.wait(_DELAY)
-        while not self._ended.wait(_EVERY):
+        self._ended.wait(_DELAY_SECONDS)
+        while not self._ended.wait(_REFRESH_SECONDS):
             self._bar.refresh()
 
     def show(self, event: Event) -> None:

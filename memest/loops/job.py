@@ -23,6 +23,7 @@ from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 LEARNING_RATE = 1e-4  # learning rate of every optimizer; it has no effect on memory
+SEED = 20
 
 
 def make_optimizer(
@@ -66,9 +67,6 @@ def _class_of(library: str, name: str) -> Any:
 
         return getattr(bitsandbytes.optim, name)
     return getattr(torch.optim, name)
-
-
-SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,8 @@ from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
+NUM_SANITY_STEPS = 2  # validation batches that Lightning runs before the first step, by default
+
 
 def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
     """Return the argument `strategy` of Lightning's `Trainer`: an object, or `auto` on one GPU.
@@ -66,9 +68,6 @@ def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Shard `model` in place by FSDP2, over Lightning's device `mesh` (`ModelParallelStrategy`)."""
     is_hybrid = sharding.hybrid_shape(plan) is not None
     sharding.fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
-
-
-NUM_SANITY_STEPS = 2  # validation batches that Lightning runs before the first step, by default
 
 
 class FineTune(L.LightningModule):

@@ -28,19 +28,12 @@ __all__ = [
     "plot_scatter", "plot_timeline", "plot_trade_off", "retitle", "save", "svg_text",
 ]  # fmt: skip
 
-_HOMES = {
-    "Picture": "style", "gpu_label": "words", "parse_formats": "style", "plot_fits": "heatmap",
-    "plot_fragmentation": "scaling", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
-    "plot_phases": "phases", "plot_ranks": "scaling", "plot_scaling": "scaling",
-    "plot_scaling_bars": "scaling",
-    "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "ladder",
-    "retitle": "style", "save": "style", "svg_text": "style",
-}  # fmt: skip
-"""Module of each name."""
+_MODULES = ("words", "style", "heatmap", "ladder", "phases", "scatter", "timeline", "scaling")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module `memest.plots` has no attribute `{name}`")
     require("matplotlib")
-    return getattr(import_module(f"memest.plots.{_HOMES[name]}"), name)
+    modules = (import_module(f"memest.plots.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

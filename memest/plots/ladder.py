@@ -22,6 +22,22 @@ from memest.units import GIB
 
 CACHED = "cached"  # reserved at the peak and not allocated
 UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were not predicted
+MAX_ROWS = 18  # rows above which the slide becomes taller instead of the type smaller
+_TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
+_TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
+_NAME = 4.5  # widest row label, inches; longer ones lose their middle
+_FAR = 1.5  # a GPU with this many times the longest bar gets only a column
+_LINES = 0.30  # height of a line of text over the chart, inches
+_BAR = 0.78  # height of a bar, as a share of its row
+_ROW = 0.62  # largest height of a row, inches
+_MAX_TRADES = 16  # rows above which the slide becomes taller instead of the type smaller
+_TRADE_TOP, _TRADE_BOTTOM = 1.95, 0.45  # inches
+_TRADE_NAMES, _TRADE_GAP, _TRADE_RIGHT = 4.4, 0.55, 0.9  # inches
+_TRADE_BAR = 0.62  # height of a bar, as a share of its row
+_BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
+"""Colours of a step's bottleneck: Okabe and Ito, for the colour-blind."""
+
+_SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of free memory and of missing memory
 
 
 def peak_parts(report: Prediction) -> dict[str, int]:
@@ -63,16 +79,6 @@ def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
     if report.peak_allocated_bytes > limit_bytes:
         return Outcome.OOM.word
     return Outcome.FITS.word if report.unlimited_reserved_bytes <= limit_bytes else "?"
-
-
-MAX_ROWS = 18  # rows above which the slide becomes taller instead of the type smaller
-_TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
-_TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
-_NAME = 4.5  # widest row label, inches; longer ones lose their middle
-_FAR = 1.5  # a GPU with this many times the longest bar gets only a column
-_LINES = 0.30  # height of a line of text over the chart, inches
-_BAR = 0.78  # height of a bar, as a share of its row
-_ROW = 0.62  # largest height of a row, inches
 
 
 class _Layout:
@@ -341,16 +347,6 @@ def _write_keys(
             )
         )  # fmt: skip
     canvas.write_legend(handles, top=1.28)
-
-
-_MAX_TRADES = 16  # rows above which the slide becomes taller instead of the type smaller
-_TRADE_TOP, _TRADE_BOTTOM = 1.95, 0.45  # inches
-_TRADE_NAMES, _TRADE_GAP, _TRADE_RIGHT = 4.4, 0.55, 0.9  # inches
-_TRADE_BAR = 0.62  # height of a bar, as a share of its row
-_BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
-"""Colours of a step's bottleneck: Okabe and Ito, for the colour-blind."""
-
-_SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of free memory and of missing memory
 
 
 def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:

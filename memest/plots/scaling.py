@@ -38,6 +38,16 @@ _FAMILIES = {
 }
 """Colour (empty is the ink) and marker of each strategy, the same in all charts."""
 
+STACK = (*style.KINDS[:-1], "temporaries", "rest")  # rest: buffers, batch, workspaces, rounding
+_FAR = 2.0  # a limit above this many times the highest bar is not drawn
+_NOT_REACHED = "needed, not reached", "between"
+_MAX_NUMBERED = 24  # bars with room for a number under each
+_STEPS_TOP = 1.75  # inches
+_STEPS_COLUMN = 5.1  # inches at the right: each setting, and its reserved memory
+_STEPS_BLOCK = 0.9  # height of one setting in the column, inches
+_LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
+"""Line colours and dashes; the dashes suffice without colour."""
+
 
 def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
     """Return matplotlib's style for the line of a `strategy`; styles differ also without colour.
@@ -230,12 +240,6 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         canvas.write_legend(marks, top=1.38, left=_LEFT, **look)
 
 
-STACK = (*style.KINDS[:-1], "temporaries", "rest")  # rest: buffers, batch, workspaces, rounding
-_FAR = 2.0  # a limit above this many times the highest bar is not drawn
-_NOT_REACHED = "needed, not reached", "between"
-_MAX_NUMBERED = 24  # bars with room for a number under each
-
-
 def stack_of(report: Prediction) -> dict[str, int]:
     """Return the allocated bytes at the peak by the kinds of memory in `STACK`."""
     parts = dict.fromkeys(STACK, 0)
@@ -332,14 +336,6 @@ def _stacked_chart(
 def _highest(row: RankRow) -> int:
     interval = row.intervals.get("process")
     return max(row.process_bytes, interval.high_bytes if interval else 0)
-
-
-_STEPS_TOP = 1.75  # inches
-_STEPS_COLUMN = 5.1  # inches at the right: each setting, and its reserved memory
-_STEPS_BLOCK = 0.9  # height of one setting in the column, inches
-
-_LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
-"""Line colours and dashes; the dashes suffice without colour."""
 
 
 def plot_fragmentation(

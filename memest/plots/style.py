@@ -37,6 +37,30 @@ _LINE = 1.2  # matplotlib's line spacing, in sizes of type
 _MAX_LETTERS = 250  # more never fit a line
 
 TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14  # points; a long list goes below `SMALL`
+WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; font sizes are in points of a slide program
+VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
+"""Colours of verdicts by `Verdict.word`; no kind of memory has these colours."""
+
+PNG_DPI = 144  # dots per inch for 1920 x 1080 pixels
+KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
+"""Kinds in the order of the stack, from the axis."""
+
+OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have these
+_HATCH_INCHES = 0.19  # distance between strokes along the axis, inches
+DASHES = (0, (3, 2))
+Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data
+FORMATS = ("png", "svg", "pdf")
+_OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name
+_METADATA: dict[str, dict[str, Any]] = {  # None omits what matplotlib would write: dates, versions
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+_SETTINGS = {
+    "svg.hashsalt": "memest",  # ids derive from the drawing, not from a random number
+    "svg.fonttype": "none",  # keep text as text, which can be searched, copied and edited
+    "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
+}
 
 
 @lru_cache(maxsize=4096)
@@ -111,20 +135,6 @@ def text_on(color: str) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
-
-
-WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; font sizes are in points of a slide program
-VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
-"""Colours of verdicts by `Verdict.word`; no kind of memory has these colours."""
-
-PNG_DPI = 144  # dots per inch for 1920 x 1080 pixels
-KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
-"""Kinds in the order of the stack, from the axis."""
-
-OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have these
-_HATCH_INCHES = 0.19  # distance between strokes along the axis, inches
-DASHES = (0, (3, 2))
-Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,21 +402,6 @@ def require(reports: Sequence[object]) -> None:
     """Raise a `PlanError` if `reports` is empty: there is nothing to draw."""
     if not reports:
         raise PlanError("there is no experiment to draw", hint="name a file with at least one")
-
-
-FORMATS = ("png", "svg", "pdf")
-_OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name
-
-_METADATA: dict[str, dict[str, Any]] = {  # None omits what matplotlib would write: dates, versions
-    "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None},
-    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
-}
-_SETTINGS = {
-    "svg.hashsalt": "memest",  # ids derive from the drawing, not from a random number
-    "svg.fonttype": "none",  # keep text as text, which can be searched, copied and edited
-    "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
-}
 
 
 def save(

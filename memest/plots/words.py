@@ -9,6 +9,9 @@ from memest.units import GIB, counted
 
 MINUS = "\N{MINUS SIGN}"  # as wide as a plus
 DOT = " \N{MIDDLE DOT} "
+_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
+    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
+}
 
 
 def gpu_label(gpu: str) -> str:
@@ -40,11 +43,6 @@ def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
 def dotted(*parts: str) -> str:
     """Return the non-empty `parts` as one text, with dots between them."""
     return DOT.join(filter(None, parts))
-
-
-_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
-    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
-}
 
 
 def label_of(strategy: str) -> str:

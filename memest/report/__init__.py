@@ -41,6 +41,8 @@ SCHEMA = "memest.report/1"
 OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
 """Pattern of the names of operators, which distinguishes them from modules and lines."""
 
+MAX_RESULTS_BYTES = 512 << 20  # Limit of a file of results; a report has some ten KiB
+
 
 class Phase(StrEnum):
     """Moments at which memory is read: four in each step, and the end of a validation."""
@@ -221,12 +223,14 @@ def read_as(kind: Any, value: Any) -> Any:
         KeyError, TypeError, ValueError: something is missing or of the wrong kind.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return None if value is None else read_as(arguments[0], value)
-    if origin is tuple:
+    if origin in (Union, UnionType):  # `X | None`
+        inner, _ = arguments
+        return None if value is None else read_as(inner, value)
+    if origin is tuple:  # `tuple[X, ...]`
         return tuple(read_as(arguments[0], item) for item in value)
-    if origin is Mapping and arguments[1] is not Any:
-        return {name: read_as(arguments[1], item) for name, item in value.items()}
+    if origin is Mapping:
+        _, kind_of_value = arguments
+        return {name: read_as(kind_of_value, item) for name, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(value)
     if not (isinstance(kind, type) and is_dataclass(kind)):
@@ -236,6 +240,7 @@ def read_as(kind: Any, value: Any) -> Any:
         **{
             f.name: read_as(hints[f.name], value[f.name])
             for f in fields(kind)
+            # a field without a default raises a KeyError if `value` lacks it
             if f.init and (f.name in value or f.default is f.default_factory is MISSING)
         }
     )
@@ -616,9 +621,6 @@ class StoredPeak:
     lines: tuple[HeldRow, ...]  # Bytes at the peak, by line
 
 
-MAX_RESULTS_BYTES = 512 << 20  # Limit of a file of results; a report has some ten KiB
-
-
 def read_measurements(path: Path) -> list[Measurement]:
     """Return the measured reports in a JSON Lines file, in order; errors as in `read_lines`."""
     return read_lines(path, Measurement, "name a results file of `memest validate`")
@@ -635,9 +637,8 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
     """
     classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
     reports = []
-    for number, line in enumerate(
-        read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines(), 1
-    ):
+    lines = read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         location = f"`{path}`, line {number},"

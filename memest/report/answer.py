@@ -17,7 +17,7 @@ from memest.units import GIB, format_size, gib_or_mib
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
 
-_PHASES = {
+_PHASE_WORDS = {
     "setup": "while the model is built", "forward": "in the forward",
     "backward": "in the backward", "optimizer": "while the optimizer steps",
     "evaluation": "in an evaluation", "generation": "while text is generated",
@@ -29,6 +29,11 @@ GOOD, TIGHT, BAD, OPEN, DIM, BOLD = "32;1", "35;1", "31;1", "33;1", "2", "1"
 """Colours of a terminal (ECMA-48, select graphic rendition)."""
 
 COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}  # colours by `Verdict.word`
+SCHEDULERS = ("sky", "slurm", "dstack")
+NAMES: Mapping[str, tuple[str, str]] = read_table(__file__, "schedulers.json")
+"""GPU of the catalogue -> name for SkyPilot (`sky show-gpus -a`), name and memory for dstack
+(https://dstack.ai/docs/concepts/tasks, resources). GPUs without a name in both are left out.
+"""
 
 
 def paint(text: str, code: str) -> str:
@@ -78,14 +83,14 @@ def summary_line(
     of a real run, the line has both the predicted and the measured memory."""
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]
-    is_oom = verdict.verdict is Outcome.OOM
-    has_room = verdict.verdict is Outcome.FITS
-    size = format_size(verdict.reserved_bytes if has_room else verdict.needs_bytes)
+    outcome = verdict.verdict
+    size = format_size(verdict.reserved_bytes if outcome is Outcome.FITS else verdict.needs_bytes)
     if measured_bytes is not None:
         size = f"predicted {size}, measured {format_size(measured_bytes)}"
-    elif not has_room:  # later requests of a script are unknown
-        least = "at least " if report.is_script else ""
-        size = f"{least if is_oom else 'up to '}{size}"
+    elif outcome is Outcome.MAY:
+        size = f"up to {size}"
+    elif outcome is Outcome.OOM and report.is_script:  # later requests of a script are unknown
+        size = f"at least {size}"
     usable = f"{verdict.limit_bytes / GIB:.1f} GiB"
     so_far = " so far" if report.is_cut_short else ""
     head = f"memest: {size} of {usable} ({verdict.word}{so_far}) on {gpu}"
@@ -111,10 +116,13 @@ def moment(step: int, phase: str) -> str:
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
     """
-    when = _PHASES.get(phase, f"in {phase}" if phase else "in the run")
     if phase == "setup":
-        return when
-    return f"{when}, in step {step + 1}" if phase == "optimizer" else f"{when} of step {step + 1}"
+        return _PHASE_WORDS[phase]
+    if not phase:
+        return f"in step {step + 1}"
+    words = _PHASE_WORDS.get(phase, f"in {phase}")
+    joint = ", in" if phase == "optimizer" else " of"
+    return f"{words}{joint} step {step + 1}"
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
@@ -129,14 +137,14 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
     total_bytes = max(1, sum(sizes.values()))
     by_percent: dict[int, list[str]] = {}
     for kind, num_bytes in sizes.most_common():
-        if 100 * num_bytes / total_bytes >= _NAMED_PERCENT:
-            by_percent.setdefault(round(100 * num_bytes / total_bytes), []).append(kind)
+        percent = 100 * num_bytes / total_bytes
+        if percent >= _NAMED_PERCENT:
+            by_percent.setdefault(round(percent), []).append(kind)
     parts = []
-    for percent, names in by_percent.items():
-        suffix = " each" if len(names) > 1 else ""
-        joined_names = " and ".join([", ".join(names[:-1]), names[-1]] if suffix else names)
-        parts.append(f"{percent} %{suffix} for {joined_names}")
-    rest_percent = 100 - sum(percent * len(names) for percent, names in by_percent.items())
+    for rounded, (*others, last) in by_percent.items():
+        share = f"{rounded} % each for {', '.join(others)} and" if others else f"{rounded} % for"
+        parts.append(f"{share} {last}")
+    rest_percent = 100 - sum(rounded * len(names) for rounded, names in by_percent.items())
     if rest_percent > 0:
         parts.append(f"{rest_percent} % for the rest")
     return ", ".join(parts)
@@ -151,6 +159,7 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
     if verdict is None:
         return []
     is_oom = verdict.verdict is Outcome.OOM
+    is_oom_of_plan = is_oom and not report.is_script
     kinds = [(term.kind, term.num_bytes) for term in report.terms]
     headline = verdict_line(verdict, report.gpu, so_far=report.is_cut_short)
     if is_oom and report.is_script:  # later requests of the script are unknown
@@ -159,19 +168,19 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
             f"{paint('does not fit', BAD)} {report.gpu}: {reserved} of {limit} usable are reserved,"
             f" and the next request needs {gib_or_mib(-verdict.margin_bytes)} more than is left"
         )
-    lead = "runs out" if is_oom and not report.is_script else "the peak is"
+    lead = "runs out" if is_oom_of_plan else "the peak is"
     lines = [headline, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
     lines += [] if report.is_script else _other_gpus(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
-    if is_oom and not report.is_script and change is not None:
+    if is_oom_of_plan and change is not None:
         outcome = change.verdict
         lines.append(
             f"would fit with {paint(change.title, BOLD)}: needs {gib_or_mib(outcome.needs_bytes)},"
             f" {gib_or_mib(outcome.margin_bytes)} to spare{', tight' if outcome.is_tight else ''}"
             f" ({change.cost.words})"
         )
-    if is_oom and not report.is_script:
+    if is_oom_of_plan:
         lines.append(f"more: {advise_command(report)}")
     host = report.host_verdict
     if host is not None and host.verdict is Outcome.OOM:
@@ -186,9 +195,9 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
     release whose kernels are simulated has the key `KERNELS`."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
     target = versions.get(BUILT_FOR, "")
-    build = (
-        f" (built for {target})" if target else " (a nightly build)" if is_nightly(torch) else ""
-    )
+    build = " (a nightly build)" if is_nightly(torch) else ""
+    if target:
+        build = f" (built for {target})"
     if not simulated or (torch.startswith(f"{simulated}.") and not build):
         return []
     kind = "CUDA kernels of torch" if target else "those of torch"
@@ -208,7 +217,8 @@ def _other_gpus(report: SimulatedReport) -> list[str]:
 def advise_command(prediction: SimulatedReport) -> str:
     """Return the command `memest advise ...` for the plan of `prediction`, on the report's GPU."""
     values = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
-    if len(values.get("gpu") or ()) != 1 and values.get("gpu_memory") is None:
+    gpus = values.get("gpu") or ()
+    if len(gpus) != 1 and values.get("gpu_memory") is None:  # advice is for one GPU
         values["gpu"] = [prediction.gpu]
     plan = TrainingPlan.from_dict(values)
     return predict_command(plan).replace("memest predict", "memest advise", 1)
@@ -238,17 +248,9 @@ def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
     `verdicts` has verdicts by GPU name. An example is "out of memory in aten.mm: l4, a10"."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
-        if operator_of(verdict.at):
-            gpus.setdefault(operator_of(verdict.at), []).append(name)
+        if operator := operator_of(verdict.at):
+            gpus.setdefault(operator, []).append(name)
     return [f"out of memory in {op}: {', '.join(names)}" for op, names in gpus.items()]
-
-
-SCHEDULERS = ("sky", "slurm", "dstack")
-
-NAMES: Mapping[str, tuple[str, str]] = read_table(__file__, "schedulers.json")
-"""GPU of the catalogue -> name for SkyPilot (`sky show-gpus -a`), name and memory for dstack
-(https://dstack.ai/docs/concepts/tasks, resources). GPUs without a name in both are left out.
-"""
 
 
 class DoesNotFitError(MemestError):
@@ -279,7 +281,7 @@ def resource_lines(
             f"needs {gib_or_mib(needs)}, which fits none of {', '.join(report.verdicts)}",
             hint="`memest advise` finds changes with which a plan fits",
         )
-    name = min(candidates)[1]
+    _, name = min(candidates)
     sky, dstack = NAMES[name]
     lines = [f"# {summary_line(report, name)}"]
     if scheduler == "slurm":

@@ -19,6 +19,14 @@ from memest.units import MIB, format_bytes, gib, gib_or_mib
 from memest.validate.compare import Comparison, Summary
 
 MAX_ROWS = 8  # most rows in the text; the others are counted
+RULES = {
+    "out-of-memory": "The script runs out of GPU memory",
+    "memory-grew": "A line holds more GPU memory at the peak than before",
+}
+_HEADER = [
+    "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error",
+    "process", "predicted", "error", "worst phase", "verdict",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,12 +242,6 @@ def markdown(report: SimulatedReport, difference: Difference | None, base: str =
     return "\n".join(lines) + "\n"
 
 
-RULES = {
-    "out-of-memory": "The script runs out of GPU memory",
-    "memory-grew": "A line holds more GPU memory at the peak than before",
-}
-
-
 def sarif(
     pairs: Sequence[tuple[SimulatedReport, Difference | None]], folder: Path
 ) -> dict[str, Any]:
@@ -299,12 +301,6 @@ def _path_in(folder: Path, name: str) -> str:
         if path.is_file():
             return path.relative_to(folder).as_posix()
     return name
-
-
-_HEADER = [
-    "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error",
-    "process", "predicted", "error", "worst phase", "verdict",
-]  # fmt: skip
 
 
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:

@@ -30,6 +30,12 @@ _OPTIMIZERS = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adam_8bit": "8-bit Adam",
     "deepspeed_cpu": "Adam on the CPU",
 }  # fmt: skip
+_NUMBERS = ("batch", "accumulation", "tokens")
+_STATES = ("params", "grads", "optimizer")
+_NAMES = {"cached": "cached, not usable", "between": "higher in between"}
+_FRAMES = (
+    "before the forward", "after the forward", "after the backward", "after the step", "the peak",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +148,6 @@ class Lecture:
         """Return the name of the plan's model, without the prefix that all models share."""
         return plan.model_name[self._cut :]
 
-    # ------------------------------------------------------------------ changes
-
     def _step(self, index: int) -> Step | None:
         """Return the change to row `index` from the most similar earlier row; None without one."""
         *earlier, row = self.rows.rows[: index + 1]
@@ -222,8 +226,6 @@ class Lecture:
 
     def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
         return (*lines, self.origin)
-
-    # ------------------------------------------------------------------ charts
 
     def _bars(self, rows: Sequence[Row]) -> Chart:
         labels = tuple(
@@ -363,8 +365,6 @@ class Lecture:
             chart=self._chart(tuple(labels), columns, is_upright=True, has_legend=False),
         )
 
-    # ------------------------------------------------------------------ exercises
-
     def exercises(self) -> str:
         """Return Markdown with questions on the experiments, followed by their answers."""
         first_rows = {row.plan.model_name: row for row in reversed(self.rows.rows)}
@@ -378,14 +378,6 @@ class Lecture:
             lecture=self, rows=rows, states=_STATES, names=_NAMES, optimizer=_optimizer, gib=gib,
             GIB=GIB,
         )  # fmt: skip
-
-
-_NUMBERS = ("batch", "accumulation", "tokens")
-_STATES = ("params", "grads", "optimizer")
-_NAMES = {"cached": "cached, not usable", "between": "higher in between"}
-_FRAMES = (
-    "before the forward", "after the forward", "after the backward", "after the step", "the peak",
-)  # fmt: skip
 
 
 def _optimizer(plan: TrainingPlan) -> str:

@@ -33,6 +33,11 @@ _POLICY = (
 )
 """Content security policy of a page, which allows only this script."""
 
+_OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
+"""Kinds with a color in the page's style."""
+
+RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
+
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
     """Return HTML on the step with the peak: timeline, flame graph and table of its memory blocks.
@@ -105,12 +110,6 @@ def _units(num_bytes: int) -> int:
     units, remainder = divmod(num_bytes, UNIT_BYTES)
     assert not remainder, f"the allocator has a block of {num_bytes} B"
     return units
-
-
-_OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
-"""Kinds with a color in the page's style."""
-
-RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
 
 
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:

@@ -25,6 +25,25 @@ MAX_ROWS = 12  # modules and lines in the text; JSON has all
 MAX_GUESSES = 12
 
 COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column of modules
+_ENDINGS = {
+    Ending.FINISHED: "ran to its end",
+    Ending.STOPPED: "stopped after the requested steps",
+    Ending.OOM: "ran out of memory",
+    Ending.CRASHED: "ended with an error of its own",
+    Ending.UNSUPPORTED: "stopped at a call that cannot be simulated",
+    Ending.INTERRUPTED: "was interrupted",
+    Ending.RUNNING: "is running",
+}
+_HINT_BY_ERRORS = {
+    "ModuleNotFoundError: ": "`--python PATH` runs it in an environment that has the module",
+    "(EOFError: EOF when|.*lost sys.stdin)": "it reads stdin: `echo ANSWER | memest run train.py`",
+    r"(\S*\.)?(URLError|gaierror|ConnectionError|Connect(Error|Timeout)|LocalEntryNotFoundError)\b"
+    r"|OSError: .* couldn't connect|\S*CalledProcessError: Command '(\[')?(curl|wget|git)\b": (
+        "a download failed: give the script a local file; `memest checkpoint` writes a dummy model"
+    ),
+}
+_COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
+_NOUN_BY_KEY = {"batch_size": "batch size", "seq_len": "sequence length"}
 
 
 def render_text(
@@ -85,17 +104,6 @@ def render_models(entries: Iterable[ModelEntry]) -> str:
     return "\n".join(table(rows, left=3, last_left=True))
 
 
-_ENDINGS = {
-    Ending.FINISHED: "ran to its end",
-    Ending.STOPPED: "stopped after the requested steps",
-    Ending.OOM: "ran out of memory",
-    Ending.CRASHED: "ended with an error of its own",
-    Ending.UNSUPPORTED: "stopped at a call that cannot be simulated",
-    Ending.INTERRUPTED: "was interrupted",
-    Ending.RUNNING: "is running",
-}
-
-
 def heading(report: SimulatedReport) -> list[str]:
     """Return lines on a plan's settings and model, or on a script's GPU, ending and error."""
     if isinstance(report, Prediction):
@@ -112,20 +120,12 @@ def heading(report: SimulatedReport) -> list[str]:
     return lines
 
 
-_ERROR_HINTS = {
-    "ModuleNotFoundError: ": "`--python PATH` runs it in an environment that has the module",
-    "(EOFError: EOF when|.*lost sys.stdin)": "it reads stdin: `echo ANSWER | memest run train.py`",
-    r"(\S*\.)?(URLError|gaierror|ConnectionError|Connect(Error|Timeout)|LocalEntryNotFoundError)\b"
-    r"|OSError: .* couldn't connect|\S*CalledProcessError: Command '(\[')?(curl|wget|git)\b": (
-        "a download failed: give the script a local file; `memest checkpoint` writes a dummy model"
-    ),
-}
-
-
 def error_hint(text: str) -> list[str]:
     """Return [advice] on the error in `text`, a message or traceback; [] if memest has none."""
-    hints = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
-    return list(hints)[:1]
+    for errors, hint in _HINT_BY_ERRORS.items():
+        if re.search(f"^({errors})", text, re.M):
+            return [hint]
+    return []
 
 
 def _heading_of_plan(prediction: Prediction) -> list[str]:
@@ -197,8 +197,12 @@ def _totals(report: SimulatedReport) -> list[str]:
         f"including {format_bytes(slack)} cached",
         f"nvidia-smi; {overhead} {format_bytes(context)}",
     )
-    levels = zip(report.levels.items(), notes, strict=True)
-    cells = [[name, gib_or_mib(size), note] for (name, size), note in levels]
+    cells = []
+    for (name, size), note in zip(report.levels.items(), notes, strict=True):
+        bounds = report.intervals.get(name)
+        if bounds is not None and bounds.low_bytes < bounds.high_bytes:
+            note += f"; on a rank between {gib(bounds.low_bytes)} and {gib(bounds.high_bytes)}"
+        cells.append([name, gib_or_mib(size), note])
     if report.host_bytes:
         cells.append(["host", gib_or_mib(report.host_bytes), _host_note(report)])
         host_sizes = gib_that_add_up([t.num_bytes for t in report.host_terms])
@@ -206,10 +210,6 @@ def _totals(report: SimulatedReport) -> list[str]:
             ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
             for size, t in zip(host_sizes, report.host_terms, strict=True)
         ]
-    for row in cells:
-        bounds = report.intervals.get(row[0])
-        if bounds is not None and bounds.low_bytes < bounds.high_bytes:
-            row[-1] += f"; on a rank between {gib(bounds.low_bytes)} and {gib(bounds.high_bytes)}"
     return [f"peak on {report.gpu}", *table(cells, left=1, last_left=True)]
 
 
@@ -239,11 +239,14 @@ def _host_note(report: SimulatedReport) -> str:
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
     """Return a header and a row per phase of the first two steps: GiB by kind of memory."""
-    rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
-    last = prediction.plan["accumulate_grad_batches"] - 1
+    kinds_of_memory = ("params", "grads", "optimizer", "activations, rest")
+    rows = [["GiB by phase", *kinds_of_memory, "all", "peak", "reserved"]]
+    last_micro_batch = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
-        if row.step <= 1 and row.micro_batch in (0, last):
-            step = f"{row.step + 1}.{row.micro_batch + 1}" if last else f"{row.step + 1}"
+        if row.step <= 1 and row.micro_batch in (0, last_micro_batch):
+            step = f"{row.step + 1}"
+            if last_micro_batch > 0:
+                step += f".{row.micro_batch + 1}"
             levels = (row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes)
             kinds = gib_that_add_up(list(row.kinds.values()))
             phase = row.phase.replace("_", " ").replace("optimizer ", "")
@@ -281,10 +284,11 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
     for row in report.ranks:
         cells = []
         for name, size in row.levels.items():
-            interval = row.intervals.get(name)
-            is_range = interval is not None and interval.low_bytes < interval.high_bytes
-            bounds = (interval.low_bytes, interval.high_bytes) if interval and is_range else (size,)
-            cells.append(" to ".join(map(unit.of, bounds)))
+            bounds = row.intervals.get(name)
+            if bounds is not None and bounds.low_bytes < bounds.high_bytes:
+                cells.append(f"{unit.of(bounds.low_bytes)} to {unit.of(bounds.high_bytes)}")
+            else:
+                cells.append(unit.of(size))
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
 
@@ -366,12 +370,13 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
         sizes = map(gib_or_mib, (verdict.limit_bytes, verdict.needs_bytes, verdict.reserved_bytes))
         place = f"at {place_in_words(verdict.at)}" if verdict.at else ""
         rows.append([name, *sizes, verdict.word, f"{verdict.margin_bytes / GIB:+.2f} GiB", place])
-    lines = table(rows, left=1, last_left=True)
-    words = [v.word for v in verdicts.values()]
-    return lines[:1] + [
+    header, *lines = table(rows, left=1, last_left=True)
+    words = [verdict.word for verdict in verdicts.values()]
+    painted = [
         line.replace(f" {word} ", f" {paint(word, COLOURS[word])} ", 1)
-        for line, word in zip(lines[1:], words, strict=True)
+        for line, word in zip(lines, words, strict=True)
     ]
+    return [header, *painted]
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
@@ -408,15 +413,15 @@ def covered(coverage: Mapping[str, Any]) -> list[str]:
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
     """Return `rows` as lines of aligned columns. The first `left` columns align left, and so does
     the last one with `last_left`; all others align right."""
-    num_columns = len(rows[0])
-    widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left_columns = set(range(left))
+    if last_left:
+        left_columns.add(len(widths) - 1)
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width)
-            if i < left or (last_left and i == num_columns - 1)
-            else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column in left_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
@@ -428,9 +433,6 @@ def fold(text: str, width: int) -> str:
     Two or more spaces separate columns. A line with a command, such as "more: memest advise", stays
     whole."""
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
-
-
-_COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
 
 
 def _folded_line(line: str, width: int) -> str:
@@ -479,28 +481,32 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
 
 def render_advice(advice: Advice) -> str:
     """Return the advice as text: verdict, then changes that fit, do not fit, and were not tried."""
+    sections = [_advice_heading(advice)]
+    if not advice.fits and not advice.options:
+        sections.append(_smallest_found(advice))
+    sections += [_option_lines(number, option) for number, option in enumerate(advice.options, 1)]
+    if advice.not_enough:
+        sections.append(_not_enough_table(advice.not_enough))
+    last = [f"refused: {change.title}: {change.reason}" for change in advice.refused]
+    if not advice.fits:
+        last += [f"not tried: {title}" for title in advice.not_tried]
+    last.append(counted(advice.num_predictions, "prediction"))
+    if not advice.is_complete:
+        last[-1] += ", all that were allowed: there may be more (`--max-predictions`)"
+    sections.append(last)
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _not_enough_table(options: Sequence[Option]) -> list[str]:
     rows = [["not enough alone", "needs", "margin", "a step"]]
-    for option in advice.not_enough:
+    for option in options:
         sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
         time = seconds(option.time.seconds) if option.time else ""
         rows.append([option.title, *map(gib_or_mib, sizes), time])
-    exclusions = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
-    if not advice.fits:
-        exclusions += [f"not tried: {title}" for title in advice.not_tried]
-    count = counted(advice.num_predictions, "prediction")
-    if not advice.is_complete:
-        count += ", all that were allowed: there may be more (`--max-predictions`)"
-    sections = [
-        _heading(advice),
-        [] if advice.fits or advice.options else _nothing(advice),
-        *(_option(number, option) for number, option in enumerate(advice.options, 1)),
-        table(rows, left=1) if advice.not_enough else [],
-        [*exclusions, count],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return table(rows, left=1)
 
 
-def _heading(advice: Advice) -> list[str]:
+def _advice_heading(advice: Advice) -> list[str]:
     current = advice.current
     plan = current.plan
     facts = [plan.label, plan.precision, plan.optim, f"batch {plan.batch_size}"]
@@ -524,7 +530,7 @@ def _to_spare(verdict: Verdict) -> str:
     return f"{gib_or_mib(verdict.margin_bytes)} to spare{tight}"
 
 
-def _nothing(advice: Advice) -> list[str]:
+def _smallest_found(advice: Advice) -> list[str]:
     smallest = advice.smallest
     searched = "" if advice.is_complete else " among what was tried"
     return [
@@ -536,13 +542,12 @@ def _nothing(advice: Advice) -> list[str]:
     ]
 
 
-def _option(number: int, option: Option) -> list[str]:
-    rows = [
-        ("needs", f"{gib_or_mib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
-        *([("time", f"about {time_words(option.time)}")] if option.time else []),
-        ("kind", option.cost.words),
-        *(("cost", change.price) for change in option.changes),
-    ]
+def _option_lines(number: int, option: Option) -> list[str]:
+    rows = [("needs", f"{gib_or_mib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}")]
+    if option.time:
+        rows.append(("time", f"about {time_words(option.time)}"))
+    rows.append(("kind", option.cost.words))
+    rows += [("cost", change.price) for change in option.changes]
     if option.host_bytes:
         rows.append(("host", f"{gib_or_mib(option.host_bytes)} of paged optimizer state"))
     rows.append(("check", option.command))
@@ -550,16 +555,13 @@ def _option(number: int, option: Option) -> list[str]:
     return [f"{number}. {option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
 
 
-_NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}
-
-
 def render_largest(rows: Sequence[Largest]) -> str:
     """Return a table as text: the largest batch size or sequence length per GPU, and its memory."""
     plan = rows[0].plan
-    noun = _NOUNS[rows[0].key]
+    noun = _NOUN_BY_KEY[rows[0].key]
     lines = [f"{plan.label}: the largest {noun} that fits"]
     cells = [["gpu", "usable", noun, "needs", "uses", "margin", "the next needs"]]
-    cells += [[row.gpu, gib_or_mib(row.verdict.limit_bytes), *_figures(row)] for row in rows]
+    cells += [[row.gpu, gib_or_mib(row.verdict.limit_bytes), *_largest_cells(row)] for row in rows]
     lines += ["", *table(cells, left=1), ""]
     for row in rows:
         if row.value is None:
@@ -572,7 +574,8 @@ def render_largest(rows: Sequence[Largest]) -> str:
             lines.append(
                 f"{row.gpu}: {noun} {row.value} is tight: a driver may leave {spread} less"
             )
-    num_traces, elapsed_s = sum(r.num_traces for r in rows), sum(r.elapsed_s for r in rows)
+    num_traces = sum(row.num_traces for row in rows)
+    elapsed_s = sum(row.elapsed_s for row in rows)
     lines.append(f"found by replay under each GPU's limit, {num_traces} traces, {elapsed_s:.1f} s")
     return "\n".join(lines)
 
@@ -582,10 +585,14 @@ def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     names = list(dict.fromkeys(row.technique for row in rows))
     by_cell = {(row.technique, row.gpu): row for row in rows}
-    cells = [[f"largest {_NOUNS[key]}", *(c for gpu in gpus for c in (gpu, "margin"))]]
+    header = [f"largest {_NOUN_BY_KEY[key]}"]
+    for gpu in gpus:
+        header += [gpu, "margin"]
+    cells = [header]
     for name in names:
         line = [name]
-        for best in (by_cell[name, gpu].largest for gpu in gpus):
+        for gpu in gpus:
+            best = by_cell[name, gpu].largest
             if best is None:
                 line += ["n/a", ""]
                 continue
@@ -598,7 +605,7 @@ def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
     return "\n".join(lines)
 
 
-def _figures(row: Largest) -> list[str]:
+def _largest_cells(row: Largest) -> list[str]:
     verdict = row.verdict
     next_need = "-" if row.next_needs_bytes is None else gib_or_mib(row.next_needs_bytes)
     figures = [f"{verdict.margin_bytes / GIB:+.2f} GiB", next_need]

@@ -15,6 +15,11 @@ from memest.plan.reading import parse_yaml, read_limited
 from memest.report import SimulatedReport, StepTime
 
 HOUR_S = 3600.0
+MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 offers of 400 bytes
+SOLD_SHARE = 0.15
+"""Largest relative difference between a GPU's memory and the size in a provider's name. An L4 of
+24 GB has 23.7e9 bytes, an H100 of 80 GB 85.0e9.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,6 @@ def _catalogue_prices(folder: Path) -> dict[str, float]:
     return prices
 
 
-MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 offers of 400 bytes
-
-
 @cache
 def _sold_as(name: str, memory_gb: float) -> str | None:
     """Return memest's name of a provider's GPU `name` of `memory_gb` GB; None if it is unknown."""
@@ -110,12 +112,6 @@ def _sold_as(name: str, memory_gb: float) -> str | None:
         if abs(gpu.memory_bytes / 1e9 - memory_gb) < SOLD_SHARE * memory_gb:
             return gpu.name
     return None
-
-
-SOLD_SHARE = 0.15
-"""Largest relative difference between a GPU's memory and the size in a provider's name. An L4 of
-24 GB has 23.7e9 bytes, an H100 of 80 GB 85.0e9.
-"""
 
 
 def _positive(value: Any) -> float:

@@ -16,9 +16,7 @@ from memest.report import RunReport
 
 @dataclass(frozen=True, slots=True)
 class BothReports:
-    """Reports of one script in the current folder (`now`) and on the base branch (`base`). A report
-    is None if its run did not write one. `exit_code` is that of the first run, and `notes` are the
-    reasons why `base` is None."""
+    """Reports of one script in the current folder (`now`) and on the base branch (`base`)."""
 
     exit_code: int  # exit code of `memest run --check` now
     now: RunReport | None  # None if the run ended without a report
@@ -38,11 +36,11 @@ def run_both(arguments: Sequence[str], base: str) -> BothReports:
             return BothReports(code, now, None)
         try:
             with _work_tree(base, folder / "tree") as work_tree:
-                base_code, before = _run(arguments, work_tree, folder / "base.json")
+                base_code, base_report = _run(arguments, work_tree, folder / "base.json")
         except MemestError as error:
             return BothReports(code, now, None, (str(error),))
-    notes = () if before else (f"the script ends with exit code {base_code} on `{base}`",)
-    return BothReports(code, now, before, notes)
+    notes = () if base_report else (f"the script ends with exit code {base_code} on `{base}`",)
+    return BothReports(code, now, base_report, notes)
 
 
 def repository() -> Path:

@@ -28,6 +28,21 @@ NEEDED = ("transformers",)  # package that reads configs; the rest of `PLANS` tr
 MARKER = "STAND-IN.md"  # file that a dummy checkpoint has and a real one does not
 _HEAD = "# Not a model: a dummy checkpoint written by memest"
 _FILE = "- "
+PIECE_LETTERS = 6  # 5 gives 3.9 characters per token of English prose, 7 gives 4.5
+LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
+"""Letters that a letter represents: three letters give 1,092 patterns of up to six."""
+
+SIGNS = string.digits + string.punctuation
+MAX_BLANKS = 16  # longest run of blanks with its own token, as for indented code
+TOKENIZERS: dict[str, Any] = read_table(__file__, "tokenizers.json")
+"""Facts about tokenizers of transformers and LitGPT.
+
+Either of the first two `files` is sufficient. `special` has the texts of special tokens; tokens in
+`extra` are not written as settings. `token_before` and `token_after` have families (transformers'
+`model_type`) whose tokenizers put a token before or after each text.
+"""
+
+LITGPT_DTYPE = torch.bfloat16  # dtype of a model that memest does not bundle
 
 
 @contextmanager
@@ -77,21 +92,6 @@ def check_folder(folder: Path) -> None:
             "nothing was written",
             hint="name a new or an empty folder",
         )
-
-
-PIECE_LETTERS = 6  # 5 gives 3.9 characters per token of English prose, 7 gives 4.5
-LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
-"""Letters that a letter represents: three letters give 1,092 patterns of up to six."""
-
-SIGNS = string.digits + string.punctuation
-MAX_BLANKS = 16  # longest run of blanks with its own token, as for indented code
-TOKENIZERS: dict[str, Any] = read_table(__file__, "tokenizers.json")
-"""Facts about tokenizers of transformers and LitGPT.
-
-Either of the first two `files` is sufficient. `special` has the texts of special tokens; tokens in
-`extra` are not written as settings. `token_before` and `token_after` have families (transformers'
-`model_type`) whose tokenizers put a token before or after each text.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +205,6 @@ def _fast_tokenizer(
         pair = [*single, *(f"{part}:1" for part in ("$B", *([eos] if has_eos else ())))]
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
     return tokenizer
-
-
-LITGPT_DTYPE = torch.bfloat16  # dtype of a model that memest does not bundle
 
 
 @dataclass(frozen=True, slots=True)

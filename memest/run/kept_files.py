@@ -30,11 +30,11 @@ WAIT_MS = 30_000  # longest wait for another rank that moves a file
 MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kept
 
 
-class _Thread(threading.local):
-    keeps = False  # True while this module itself moves files
+class _ThreadState(threading.local):
+    is_moving_files = False  # True while this module itself moves files
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 class KeptFiles:
@@ -49,8 +49,6 @@ class KeptFiles:
         self._start = Path.cwd()
         self._seen: set[str] = set()
         self._made: set[str] = set()  # paths that the script created
-
-    # --- before a change
 
     def opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
         """Move `file` aside before `open` opens it, if it is a path and `mode` can write."""
@@ -148,9 +146,7 @@ class KeptFiles:
         self._entry(path).touch()
 
     def _entry(self, path: str) -> Path:
-        return self.journal / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-
-    # --- at the end
+        return self.journal / hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
 
     @property
     def paths(self) -> list[str]:
@@ -160,7 +156,7 @@ class KeptFiles:
     def _entries(self) -> Iterator[tuple[str, str]]:
         for entry in self.journal.glob("[0-9a-f]*"):
             text = entry.read_text(encoding="utf-8")
-            if text:
+            if text:  # else the entry of a file that the script made
                 path, kept_path = json.loads(text)
                 yield path, kept_path
 
@@ -226,9 +222,10 @@ def _with_hook(hook: Callable[..., None], function: Callable[..., Any]) -> Calla
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _thread.keeps:
-            with setting(_thread, "keeps", True), suppress(OSError, TypeError, ValueError):
-                hook(*args, **kwargs)  # the call itself reports errors
+        if not _thread.is_moving_files:
+            faults = (OSError, TypeError, ValueError)  # the call itself reports these
+            with setting(_thread, "is_moving_files", True), suppress(*faults):
+                hook(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -18,10 +18,7 @@ from memest.packages import require
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Script or module that a launcher starts, with its arguments and the number of its ranks.
-    `num_local` is the number of ranks per node, or None if the launcher starts no ranks.
-    `environment` has variables that the launcher sets besides `torchrun`'s. `local_rank` is an
-    argument to which each rank appends its number, or empty."""
+    """Script or module that a launcher starts, with its arguments and the number of its ranks."""
 
     script: str  # path of the script, or name of the module
     args: tuple[str, ...]
@@ -44,12 +41,12 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
         UnsupportedError: the launcher would start something else than a Python script.
     """
     if module is not None:
-        reader = _MODULES.get(module)
+        reader = _READER_BY_MODULE.get(module)
         words = [module, *words]
     else:
         program = Path(words[0])
         is_script = program.name == str(program) and program.is_file()
-        reader = None if is_script else _COMMANDS.get(program.name)
+        reader = None if is_script else _READER_BY_COMMAND.get(program.name)
     if reader is None:
         return None
     launch: Launch = submit(partial(_read_checked, reader, list(words))).answer()
@@ -58,11 +55,12 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
 
 def _read_checked(reader: Callable[[list[str]], Launch], command: list[str]) -> Launch:
     warnings.simplefilter("ignore")  # warnings of deprecated launchers
+    launcher, *arguments = command
     try:
-        return reader(command[1:])
+        return reader(arguments)
     except SystemExit as error:  # the parser has printed the reason
         raise PlanError(
-            f"{shown(command[0])} starts no script", hint="correct its options"
+            f"{shown(launcher)} starts no script", hint="correct its options"
         ) from error
 
 
@@ -71,16 +69,20 @@ def _read_python(all_arguments: list[str]) -> Launch:
     while arguments and arguments[0].startswith("-") and not arguments[0].startswith("-m"):
         if arguments[0] in ("-", "-c"):
             raise UnsupportedError("the code is not in a file", hint="write it to a script")
-        del arguments[: 2 if arguments[0] in ("-W", "-X") else 1]
-    if arguments and arguments[0].startswith("-m"):
-        arguments[:1] = ["-m", arguments[0][2:]] if arguments[0] != "-m" else ["-m"]
-        reader = _MODULES.get(arguments[1]) if len(arguments) > 1 else None
-        if reader is not None:
-            return reader(arguments[2:])
-    is_module = bool(arguments) and arguments[0] == "-m"
-    if len(arguments) <= is_module:
+        option = arguments.pop(0)
+        if option in ("-W", "-X"):
+            del arguments[:1]  # the option's value
+    is_module = bool(arguments) and arguments[0].startswith("-m")
+    if is_module:
+        option = arguments.pop(0)
+        if option != "-m":  # `-mMODULE`
+            arguments.insert(0, option.removeprefix("-m"))
+    if not arguments:
         raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
-    return Launch(arguments[is_module], tuple(arguments[is_module + 1 :]), is_module)
+    name, *rest = arguments
+    if is_module and name in _READER_BY_MODULE:
+        return _READER_BY_MODULE[name](rest)
+    return Launch(name, tuple(rest), is_module)
 
 
 def _read_torchrun(arguments: list[str], module: str = "torch.distributed.run") -> Launch:
@@ -89,12 +91,12 @@ def _read_torchrun(arguments: list[str], module: str = "torch.distributed.run") 
 
 
 def _read_accelerate(arguments: list[str]) -> Launch:
-    if arguments[:1] != ["launch"]:
+    subcommand, *rest = arguments or [""]
+    if subcommand != "launch":
         raise UnsupportedError(
-            f"`accelerate {' '.join(arguments[:1])}` starts no script",
-            hint="name the script itself",
+            f"`accelerate {subcommand}` starts no script", hint="name the script itself"
         )
-    return _read_accelerate_launch(arguments[1:])
+    return _read_accelerate_launch(rest)
 
 
 def _read_accelerate_launch(arguments: list[str]) -> Launch:
@@ -126,24 +128,23 @@ def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
     """Return what `start`, a call of `accelerate launch`, would start; `name` is for errors."""
     launcher = import_module("accelerate.commands.launch")
 
-    def one_process(args: Any) -> None:
+    def start_one_process(args: Any) -> None:
         if not args.num_processes:  # defaults to this machine's GPUs, of which there are none
             raise _without_number("--num_processes")
         if args.num_processes > 1 and not args.cpu:  # accelerate's choice if there are GPUs
             launcher.multi_gpu_launcher(args)
-        raise _Started(args, launcher.prepare_simple_launcher_cmd_env(args)[1])
+        _, environment = launcher.prepare_simple_launcher_cmd_env(args)
+        raise _Started(args, environment)
 
-    def of_deepspeed(args: Any) -> NoReturn:
-        environment = launcher.prepare_deepspeed_cmd_env(args)[1]
-        args.nnodes, args.nproc_per_node = (
-            args.num_machines,
-            args.num_processes // args.num_machines,
-        )
+    def start_by_deepspeed(args: Any) -> NoReturn:
+        _, environment = launcher.prepare_deepspeed_cmd_env(args)
+        args.nnodes = args.num_machines  # as `torchrun` names them
+        args.nproc_per_node = args.num_processes // args.num_machines
         raise _Started(args, environment)
 
     with (
-        mock.patch.object(launcher, "simple_launcher", one_process),
-        mock.patch.object(launcher, "deepspeed_launcher", of_deepspeed),
+        mock.patch.object(launcher, "simple_launcher", start_one_process),
+        mock.patch.object(launcher, "deepspeed_launcher", start_by_deepspeed),
     ):
         args, environment = _until_started(name, start)
     return _launch_from(args, environment)
@@ -167,21 +168,19 @@ def _read_deepspeed(arguments: list[str]) -> Launch:
     )
 
 
-_COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
+_READER_BY_COMMAND: dict[str, Callable[[list[str]], Launch]] = {
     "python": _read_python, "python3": _read_python, "torchrun": _read_torchrun,
     "accelerate": _read_accelerate, "accelerate-launch": _read_accelerate_launch,
     "deepspeed": _read_deepspeed, "trl": _read_trl,
 }  # fmt: skip
-"""Readers of the commands of launchers."""
 
-_MODULES: dict[str, Callable[[list[str]], Launch]] = {
+_READER_BY_MODULE: dict[str, Callable[[list[str]], Launch]] = {
     "torch.distributed.run": _read_torchrun,
     "torch.distributed.launch": partial(_read_torchrun, module="torch.distributed.launch"),
     "accelerate.commands.launch": _read_accelerate_launch,
     "accelerate.commands.accelerate_cli": _read_accelerate,
     "deepspeed.launcher.runner": _read_deepspeed,
 }  # fmt: skip
-"""Readers of launchers that are started as `python -m MODULE`."""
 
 
 def _launch_from(args: Any, environment: Mapping[str, str]) -> Launch:
@@ -190,15 +189,16 @@ def _launch_from(args: Any, environment: Mapping[str, str]) -> Launch:
     count = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it
     if count is not None and not str(count).isdecimal():  # `gpu`, `auto`: those of this machine
         raise _without_number("--nproc-per-node")
-    nodes = str(getattr(args, "nnodes", 1)).partition(":")  # least and most nodes of an elastic run
+    least, _, most = str(getattr(args, "nnodes", 1)).partition(":")  # `1:4` for an elastic run
     return Launch(
         args.training_script,
         tuple(args.training_script_args),
         bool(args.module),
-        None if count is None else int(count),
-        int(nodes[2] or nodes[0]),
-        {k: v for k, v in environment.items() if os.environ.get(k) != v},
-        "" if getattr(args, "use_env", True) else "--local-rank=",  # config_from_args of torch
+        num_local=None if count is None else int(count),
+        num_nodes=int(most or least),
+        environment={k: v for k, v in environment.items() if os.environ.get(k) != v},
+        # config_from_args of torch
+        local_rank="" if getattr(args, "use_env", True) else "--local-rank=",
     )
 
 

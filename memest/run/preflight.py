@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import memest
 from memest.child import spawn
 from memest.errors import OOM_EXIT_CODE, PlanError, shown
+from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES
 from memest.estimator.allocator.settings import EXPANDABLE, VARIABLES
 from memest.estimator.hardware.gpus import Gpu, match_device, nearest_gpu
 from memest.packages import is_in_packages, with_nvml
@@ -32,24 +34,24 @@ from memest.units import GIB, gib_or_mib, parse_bytes
 # among slices or GPUs of several kinds; then a short process uses torch. A process with a context
 # uses torch itself.
 
-_QUESTION = (
+_PROBE = (
     "import json, torch; p = torch.cuda.get_device_properties(0); "
     "print(json.dumps([p.name, p.total_memory, p.major, p.minor, torch.cuda.mem_get_info(0)[0]]))"
 )
-_QUESTION_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 60.0
 _NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that hide every GPU
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceAtHand:
-    """Real GPU that this process would use, and its free memory. `has_context` is True if the
-    process that read `free_bytes` had opened CUDA, so that its CUDA context is not free."""
+    """Real GPU that this process would use, and its free memory."""
 
     name: str
     total_bytes: int  # total of `torch.cuda.get_device_properties`, without the driver's own memory
     capability: tuple[int, int]
     free_bytes: int  # free bytes, including the cache of this process's allocator
-    has_context: bool = False  # this process's CUDA context is not in `free_bytes`
+    has_context: bool = False  # CUDA context of the process that read `free_bytes` is not in it
 
     @property
     def gpu(self) -> Gpu:
@@ -89,15 +91,16 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
     if torch is not None and torch.cuda.is_initialized():
         has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
         if has_context is None or has_context(0):
-            return _of_this_process(torch)
+            return _gpu_of_this_process(torch)
     if not _has_driver():
         return None
     order = environment.get("CUDA_DEVICE_ORDER", "")
     with suppress(_UnsureError):
+        # a list, since `with_nvml` returns None without NVML, and `_read_nvml` without a GPU
         devices = with_nvml(lambda nvml: [_read_nvml(nvml, first_visible, order)])
         if devices is not None:
             return devices[0]
-    return _of_another_process()
+    return _gpu_of_another_process()
 
 
 def _has_driver() -> bool:
@@ -108,27 +111,25 @@ def _has_driver() -> bool:
     return True
 
 
-def _of_this_process(torch: Any) -> DeviceAtHand:
+def _gpu_of_this_process(torch: Any) -> DeviceAtHand:
     device = torch.cuda.get_device_properties(0)
-    free = torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
+    free, _ = torch.cuda.mem_get_info(0)
+    free += torch.cuda.memory_reserved(0)
     capability = (device.major, device.minor)
     return DeviceAtHand(device.name, device.total_memory, capability, free, has_context=True)
 
 
-def _of_another_process() -> DeviceAtHand | None:
+def _gpu_of_another_process() -> DeviceAtHand | None:
     """Return the GPU that torch finds in a child process; None if it finds none or fails."""
     try:
         process = subprocess.run(
-            [sys.executable, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=_QUESTION_TIMEOUT_S, check=True,
+            [sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=_PROBE_TIMEOUT_S, check=True,
         )  # fmt: skip
         name, total, major, minor, free = json.loads(process.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None
     return DeviceAtHand(name, total, (major, minor), free, has_context=True)
-
-
-_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class _UnsureError(Exception):
@@ -151,7 +152,8 @@ def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | Non
             raise _UnsureError  # CUDA's order is fastest first
         handle = handles[index]
     with suppress(nvml.NVMLError_NotSupported):  # GPUs without MIG do not support the query
-        if nvml.nvmlDeviceGetMigMode(handle)[0]:
+        current_mode, _ = nvml.nvmlDeviceGetMigMode(handle)
+        if current_mode:
             raise _UnsureError  # CUDA uses a MIG instance of it
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -177,8 +179,7 @@ NO_SCRIPT = (
     " `with memest.virtual_gpu(...):` is simulated"
 )
 _ENDS = (Ending.FINISHED, Ending.STOPPED)
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_SMALLEST_LIMIT = 2 << 20
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _RULE = "-" * 80
 _BOOT = (
     "import faulthandler, sys; faulthandler.dump_traceback_later({seconds}, exit=True); "
@@ -257,8 +258,10 @@ def preflight(
     if _is_off():
         return _OFF_HERE
     main = sys.modules.get("__main__")
-    if _done is not None and _done[0] is main:
-        return _done[1]
+    if _done is not None:
+        checked_main, result = _done
+        if checked_main is main:
+            return result
     command = typed_command(sys._getframe(1))
     if command is not None:
         key = json.dumps([command.folder, *command.words])
@@ -299,8 +302,9 @@ def _is_off() -> bool:
         return True
     if multiprocessing.parent_process() is not None:
         return True  # a worker process that imports the script
-    if any(os.environ.get(name, "").strip() not in ("", "0", "-1") for name in _RANKS):
-        return True
+    ranks = [os.environ.get(name, "").strip() for name in _RANK_VARIABLES]
+    if any(rank not in ("", "0", "-1") for rank in ranks):
+        return True  # not the first rank
     virtual = sys.modules.get("memest.estimator.virtual_gpu")
     return virtual is not None and virtual.VirtualGpu._active is not None
 
@@ -337,7 +341,9 @@ def _check(
         why = f"the virtual run ended early: {report.error}"
         return Preflight(outcome=Outcome.UNKNOWN, report=report, why=why)
     spare = report.verdicts[report.gpu].margin_bytes
-    if spare >= (device.gpu.spread_bytes if margin_bytes is None else margin_bytes):
+    if margin_bytes is None:
+        margin_bytes = device.gpu.spread_bytes
+    if spare >= margin_bytes:
         return Preflight(outcome=Outcome.FITS, report=report)
     needs, usable = gib_or_mib(report.limit_bytes - spare), gib_or_mib(report.limit_bytes)
     _print([f"memest preflight: `{command.label}` fits {_gpu_text(device)}, but it is tight:"
@@ -359,12 +365,11 @@ def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
     endless, _ = script.run(memory=ENDLESS)
     if endless is None or endless.ending not in _ENDS:
         return lines
-    limit = report.limit_bytes
     needs = endless.verdicts[endless.gpu].needs_bytes
-    lines.append(f"needs {gib_or_mib(needs)}: {gib_or_mib(needs - limit)} more than there is")
+    lacking_bytes = needs - report.limit_bytes
+    lines.append(f"needs {gib_or_mib(needs)}: {gib_or_mib(lacking_bytes)} more than there is")
     if gpus := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
         lines.append(f"fits: {', '.join(gpus)}")
-    lacking_bytes = needs - limit
     candidates = _possible_changes(endless, lacking_bytes) if lacking_bytes > 0 else ()
     suggestions = [change for change in candidates if change.saved_bytes >= lacking_bytes]
     for change in suggestions:
@@ -372,8 +377,8 @@ def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
             continue  # applies only to an edited script
         new_report, _ = script.run(change.options, alloc_conf=change.alloc_conf)
         if new_report is not None and new_report.fits and not new_report.error:
-            needs = new_report.verdicts[new_report.gpu].needs_bytes
-            return [*lines, f"best change, simulated: {change.title}: needs {gib_or_mib(needs)} of"
+            new_needs = gib_or_mib(new_report.verdicts[new_report.gpu].needs_bytes)
+            return [*lines, f"best change, simulated: {change.title}: needs {new_needs} of"
                     f" {gib_or_mib(new_report.limit_bytes)} usable ({change.price})"]  # fmt: skip
     return lines + render_suggestions(suggestions)
 
@@ -400,7 +405,7 @@ class _Script:
             if not device.is_known:
                 gpu_options += ["--gpu-memory", str(device.total_bytes)]
             if device.room_bytes < device.gpu.limit_bytes:
-                gpu_options += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
+                gpu_options += ["--memory-limit", str(max(SMALL_SEGMENT_BYTES, device.room_bytes))]
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             return None, "no time is left"
@@ -422,6 +427,7 @@ def _run_script(
     run takes at most `seconds`, has variables `environment`, and writes files to `folder`."""
     report_path, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
+    # the child prints its stack and ends itself if this process can no longer end it
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", boot, "run", *options, "--json", str(report_path)]
@@ -463,8 +469,7 @@ PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cu
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Change that may make a script fit, its price in words, and the bytes that it saves at the
-    peak. `memest run` simulates the change with `options`, or with the allocator's setting
+    """Change that may make a script fit. `memest run` simulates the change with `options`, or with
     `alloc_conf`. If both are empty, it cannot, since the change is an edit of the script."""
 
     title: str
@@ -547,21 +552,21 @@ def typed_command(frame: FrameType | None = None) -> Command | None:
     as in a notebook with `frame` None."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if getattr(sys, "frozen", False):
+    if getattr(sys, "frozen", False):  # an executable, as PyInstaller makes it
         return None
     if spec is not None and spec.name != "__main__":
         name = spec.name.removesuffix(".__main__")
         if name.partition(".")[0] in RUNNERS:
             return None
-        argv = sys.orig_argv
-        for index in range(1, len(argv) - 1):
-            if argv[index] == "-m" and argv[index + 1] in (name, f"{name}.__main__"):
-                return Command(("-m", *argv[index + 1 :]), os.getcwd())
+        for index, (word, next_word) in enumerate(pairwise(sys.orig_argv)):
+            if word == "-m" and next_word in (name, f"{name}.__main__"):
+                return Command(tuple(sys.orig_argv[index:]), os.getcwd())
         return Command(("-m", name, *sys.argv[1:]), os.getcwd())
-    if file is not None:
-        is_runner = Path(file).stem in RUNNERS
-        return _script_command(file) if os.path.isfile(file) and not is_runner else None
-    return _caller_command(frame)
+    if file is None:
+        return _caller_command(frame)
+    if not os.path.isfile(file) or Path(file).stem in RUNNERS:
+        return None
+    return _script_command(file)
 
 
 def _script_command(file: str) -> Command:

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from memest.child import SILENT, Child, DiedError, Terminated, signals_once, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
@@ -25,7 +26,7 @@ MAX_RANKS = 1 << 14  # limit on ranks, as in plans
 MAX_TOGETHER = 64  # most ranks that run at the same time; each takes about 0.5 GB of this machine
 MAX_ALL = 8  # largest world whose ranks all run if the first and the last differ
 POLL_SECONDS = 0.05  # interval between polls for ranks that other ranks have requested, seconds
-_BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
+_FROM_BEST_TO_WORST = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
@@ -56,7 +57,7 @@ def _numbers(numbers: str, size: int) -> list[int]:
     try:
         ranks = set(range(size) if numbers == "all" else map(int, numbers.split(",")))
     except ValueError:
-        ranks = {-1}
+        ranks = {-1}  # no rank, and refused as one
     if not ranks <= set(range(size)):
         hint = "`all`, or a list of numbers: " + ",".join(map(str, sorted({0, size - 1})))
         raise PlanError(f"`--ranks {numbers}` does not name ranks of 0 to {size - 1}", hint=hint)
@@ -90,13 +91,16 @@ def _peaks(report: RunReport) -> tuple[int, int]:
 
 def environment(rank: Rank) -> dict[str, str]:
     """Return the environment variables of `rank` that `torchrun` sets, with `OMP_NUM_THREADS`."""
-    is_set = "OMP_NUM_THREADS" in os.environ or rank.num_local == 1  # launcher/api.py of torch
-    return rank.environment() | ({} if is_set else {"OMP_NUM_THREADS": "1"})
+    variables = rank.environment()
+    if "OMP_NUM_THREADS" not in os.environ and rank.num_local > 1:  # launcher/api.py of torch
+        variables["OMP_NUM_THREADS"] = "1"
+    return variables
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
     """Return `run(rank)`, called alone in a child process; `is_silent` hides its output."""
-    return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
+    ((_, result),) = run_together([rank], run, is_silent=is_silent, has_peers=False)
+    return result
 
 
 def run_together(
@@ -133,9 +137,9 @@ def run_together(
                     rank = running.pop(child)
                     results.append((rank, _result(rank, child)))
                 requested = mailbox.requested() if has_peers else set()
-                first_results = [pair for pair in results if pair[0] is first]
-                if any(result.exit_code for _, result in first_results) and not requested:
-                    return first_results
+                failed = [(r, result) for r, result in results if r is first and result.exit_code]
+                if failed and not requested:
+                    return failed
                 pending = [replace(first, rank=rank) for rank in sorted(requested - begun_numbers)]
                 begun_numbers |= requested
                 if len(running) + len(pending) > MAX_TOGETHER:
@@ -152,7 +156,12 @@ def run_together(
                 child.kill()
         for output in outputs.values():
             _print(output)
-    return sorted(results, key=lambda pair: pair[0].rank)
+    return sorted(results, key=_number)
+
+
+def _number(pair: tuple[Rank, Any]) -> int:
+    rank, _ = pair
+    return rank.rank
 
 
 def _print(output: tuple[str, str]) -> None:
@@ -209,9 +218,8 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     """
 
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
-        report = pair[1]
-        badness = _BADNESS.index(report.verdict)
-        return badness, *_peaks(report)
+        _, report = pair
+        return _FROM_BEST_TO_WORST.index(report.verdict), *_peaks(report)
 
     worst_rank, worst = max(reports, key=need)
     rows = tuple(rows_of(reports))
@@ -241,7 +249,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     verdicts = {
         name: max(
             (r.verdicts[name] for _, r in reports if name in r.verdicts),
-            key=lambda verdict: (_BADNESS.index(verdict.verdict), verdict.needs_bytes),
+            key=lambda verdict: (_FROM_BEST_TO_WORST.index(verdict.verdict), verdict.needs_bytes),
         )
         for name in worst.verdicts
     }
@@ -254,6 +262,6 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 
 def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
     """Yield a row of figures for each rank that was run, in the order of their numbers."""
-    for rank, report in sorted(reports, key=lambda pair: pair[0].rank):
+    for rank, report in sorted(reports, key=_number):
         figures = {field.name: getattr(report, field.name) for field in fields(RankRow)}
         yield RankRow(**{**figures, "rank": rank.rank})

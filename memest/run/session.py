@@ -41,6 +41,17 @@ from memest.run.summary import report_of
 from memest.run.target import Target
 from memest.units import counted, parse_bytes
 
+_LONGEST_CHAIN = 20  # longest chain of `__context__` that is searched
+_LONGEST_ERROR = 400  # characters of an error in a report
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
+_MEMEST = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_RUNPY = ("<frozen runpy>", runpy.__file__)
+_TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
+"""Settings that turn off services which record runs (documentation of each service)."""
+
+_NOT_RUN = ImportError("not run")  # cause of the error for a module that does not exist
+
 
 def _with_smaller_batches(original: Callable[..., Any], parts: int) -> Callable[..., Any]:
     """Return a wrapper of `original`, DataLoader's `fetch`, that loads 1/`parts` of each batch."""
@@ -52,9 +63,6 @@ def _with_smaller_batches(original: Callable[..., Any], parts: int) -> Callable[
         return original(self, index)
 
     return fetch
-
-
-_LONGEST_CHAIN = 20  # longest chain of `__cause__` and `__context__` that is searched
 
 
 class Session:
@@ -87,9 +95,10 @@ class Session:
         self.rank = rank
         usable = gpu.limit_bytes - rank.communicator_bytes
         if memory_limit is not None and memory_limit < SMALL_SEGMENT_BYTES:
+            lacks_unit = memory_limit < 1000  # the user must have meant GiB
             raise PlanError(
                 f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",
-                hint=f"give its unit: `{memory_limit}GiB`" if memory_limit < 1000 else "give more",
+                hint=f"give its unit: `{memory_limit}GiB`" if lacks_unit else "give more",
             )
         limit = None if memory_limit is None else min(memory_limit, usable)
         with simulating(torch_release):
@@ -210,12 +219,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     """Return (how a script ended, its error as a line); `error` is what it raised, or None."""
     if error is None:
         return Ending.FINISHED, ""
-    context: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if context is None or isinstance(context, StepLimit):
-            break
-        context = context.__context__
-    if isinstance(context, StepLimit):
+    if _is_step_limit(error):
         return Ending.STOPPED, ""
     if isinstance(error, Terminated):
         return Ending.INTERRUPTED, "SIGTERM"
@@ -224,15 +228,23 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
         return Ending.FINISHED, f"SystemExit: {error.code}" if has_code else ""
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED, "KeyboardInterrupt"
+    text = " ".join(str(error).split())
     ending = Ending.CRASHED
     if isinstance(error, torch.OutOfMemoryError):
         ending = Ending.OOM
+        text = re.sub(r" GPU \d+ has.*", "", text)  # the report has the rest
     elif refusal_within(error) is not None:
         ending = Ending.UNSUPPORTED
-    text = " ".join(str(error).split())
-    if ending is Ending.OOM:
-        text = re.split(r" GPU \d+ has", text)[0]  # the report has the rest
-    return ending, f"{type(error).__name__}: {text[:400]}"
+    return ending, f"{type(error).__name__}: {text[:_LONGEST_ERROR]}"
+
+
+def _is_step_limit(error: BaseException | None) -> bool:
+    """Return whether `error` is a `StepLimit`, or was raised while one was handled."""
+    for _ in range(_LONGEST_CHAIN):
+        if error is None or isinstance(error, StepLimit):
+            break
+        error = error.__context__
+    return isinstance(error, StepLimit)
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
@@ -246,20 +258,11 @@ def refusal_within(error: BaseException | None) -> MemestError | None:
     return None
 
 
-INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
-_MEMEST = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_RUNPY = ("<frozen runpy>", runpy.__file__)
-_TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
-"""Settings that turn off services which record runs (documentation of each service)."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Result of running a script. `report` is None if the script never used the GPU. `refusal` is
-    the memest error that ended the script, or None. `decides` is text on memory blocks that another
-    stream or a collective uses. A verdict can depend on when such blocks are freed. Without such
-    blocks, `decides` is empty."""
+    """Result of running a script. `decides` is text on memory blocks that another stream or a
+    collective uses. A verdict can depend on when such blocks are freed. Without such blocks,
+    `decides` is empty."""
 
     exit_code: int  # exit code of the script
     error_text: str  # text that Python would write to stderr, such as a traceback
@@ -275,11 +278,12 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     Raises:
         PlanError: the module is not there, or cannot be run.
     """
-    _keep_source(target)
-    original = sys.argv, sys.path[:]
+    _cache_source(target)
+    original_argv, original_path = sys.argv, sys.path[:]
     sys.argv = [target.name, *target.args]
     is_folder = target.is_module or target.path.is_dir()
-    sys.path[:1] = [str(target.path if is_folder else target.path.parent)]  # as Python does
+    # as in Python, the script's folder is the first entry, in place of the command's
+    sys.path[:1] = [str(target.path if is_folder else target.path.parent)]
     error: BaseException | None = None
     gc.collect()  # earlier objects do not affect when the next collections run
     try:
@@ -294,14 +298,15 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     except BaseException as raised:
         error = raised
     finally:
-        sys.argv, sys.path[:] = original
+        sys.argv, sys.path[:] = original_argv, original_path
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
-    virtual = session.virtual
-    mode = virtual.mode
-    is_used = session.peak_allocated_bytes or mode.memory.num_ooms
-    report = session.report() if is_used else None
-    decides = describe_deferred_blocks(mode.memory.storages) if virtual.depends_on_time else ""
+    memory = session.virtual.mode.memory
+    is_gpu_used = session.peak_allocated_bytes or memory.num_ooms
+    report = session.report() if is_gpu_used else None
+    decides = ""
+    if session.virtual.depends_on_time:
+        decides = describe_deferred_blocks(memory.storages)
     return replace(_result_of(error, report), decides=decides)
 
 
@@ -331,14 +336,18 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
 
     number = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows lacks SIGALRM
     old_handler = signal.signal(number, end)
-    timer = threading.Timer(seconds, _thread.interrupt_main, [number])
-    timer.daemon = True
-    has_clock = hasattr(signal, "setitimer")  # a timer that also interrupts system calls
-    signal.setitimer(signal.ITIMER_REAL, seconds) if has_clock else timer.start()
+    if hasattr(signal, "setitimer"):  # this timer also interrupts system calls
+        start: Callable[[], object] = partial(signal.setitimer, signal.ITIMER_REAL, seconds)
+        cancel: Callable[[], object] = partial(signal.setitimer, signal.ITIMER_REAL, 0)
+    else:
+        timer = threading.Timer(seconds, _thread.interrupt_main, [number])
+        timer.daemon = True
+        start, cancel = timer.start, timer.cancel
+    start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0) if has_clock else timer.cancel()
+        cancel()
         signal.signal(number, old_handler)
 
 
@@ -359,36 +368,33 @@ def _exits_with_report() -> Iterator[None]:
 @contextmanager
 def _exit_functions() -> Iterator[None]:
     """Call `atexit` functions of the script at the end of the block, while the GPU is active."""
-    originals = atexit.register, atexit.unregister
+    original_register, original_unregister = atexit.register, atexit.unregister
     registered: list[tuple[Callable[..., Any], Callable[[], object]]] = []
 
     def register(func: Any, *args: Any, **kwargs: Any) -> Any:
         package = (getattr(func, "__module__", None) or "").partition(".")[0]
         if package == "torch" or package in sys.stdlib_module_names:
-            return originals[0](func, *args, **kwargs)
+            return original_register(func, *args, **kwargs)
         registered.append((func, partial(func, *args, **kwargs)))
         return func
 
     def unregister(func: Any) -> None:
-        registered[:] = [pair for pair in registered if pair[0] != func]
-        originals[1](func)
+        registered[:] = [(other, call) for other, call in registered if other != func]
+        original_unregister(func)
 
     atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
     try:
         yield
     finally:
-        atexit.register, atexit.unregister = originals
+        atexit.register, atexit.unregister = original_register, original_unregister
         while registered:
             func, call = registered.pop()
             try:
                 call()
             except BaseException as error:  # as in Python: print it, and call the next function
-                if ending_of(error)[0] is not Ending.STOPPED:
+                if not _is_step_limit(error):
                     text = f"Exception ignored in atexit callback {func!r}:\n{traceback_of(error)}"
                     sys.stderr.write(text)
-
-
-_NOT_RUN = ImportError("not run")
 
 
 def _run_script(target: Target) -> None:
@@ -412,7 +418,7 @@ def _run_script(target: Target) -> None:
     runpy.run_module(target.name, run_name="__main__", alter_sys=True)
 
 
-def _keep_source(target: Target) -> None:
+def _cache_source(target: Target) -> None:
     """Store the script's text for the report, since the script may change or delete its file."""
     if not target.is_module and target.path.is_file():
         try:
@@ -426,10 +432,9 @@ def _keep_source(target: Target) -> None:
 def _result_of(error: BaseException | None, report: RunReport | None) -> RunResult:
     ending, _ = ending_of(error)
     if isinstance(error, SystemExit):
-        code = error.code
-        if code is None or isinstance(code, int):
-            return RunResult(code or 0, "", None, report)
-        return RunResult(1, f"{code}\n", None, report)
+        if error.code is None or isinstance(error.code, int):
+            return RunResult(error.code or 0, "", None, report)
+        return RunResult(1, f"{error.code}\n", None, report)
     if error is None or ending is Ending.STOPPED:
         return RunResult(0, "", None, report)
     if ending is Ending.INTERRUPTED:
@@ -460,13 +465,15 @@ def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> N
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """Yield the frames of the script and of libraries, without those of memest."""
-    has_begun = is_within = False
+    """Yield the frames of the script and of libraries, without those of memest. Frames of torch
+    that memest called are left out too."""
+    is_script_begun = is_called_by_memest = False
     for frame in frames:
         if frame.filename.startswith(_MEMEST) or frame.filename in _RUNPY:
-            is_within = has_begun
+            is_called_by_memest = is_script_begun
         elif not frame.filename.startswith(_TORCH):
-            has_begun, is_within = True, False
+            is_script_begun = True
+            is_called_by_memest = False
             yield frame
-        elif not is_within:
+        elif not is_called_by_memest:
             yield frame

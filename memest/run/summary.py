@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.gpu.guesses import Guesses
-from memest.estimator.gpu.history import Held, History
+from memest.estimator.gpu.history import EventLog, Held, History
+from memest.estimator.gpu.memory import Memory
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.convolution import describe_source
@@ -46,7 +47,14 @@ from memest.units import counted, format_bytes
 
 MAX_SOURCE = 100  # characters of a source line in the report
 NO_LINE = "(no line of the script)"
-_SCALAR = re.compile(r"^scalar_dense of (\w+)$")
+_READ_OF_SCALAR = re.compile(r"^scalar_dense of (\w+)$")  # `aten._local_scalar_dense`
+_PHASE_BY_MARK = {  # the end of a phase that a mark of the event log shows
+    "forward": Phase.BEFORE_FORWARD,
+    "backward": Phase.AFTER_FORWARD,
+    "before_optimizer_step": Phase.AFTER_BACKWARD,
+    "optimizer": Phase.AFTER_BACKWARD,
+    "after_optimizer_step": Phase.AFTER_OPTIMIZER_STEP,
+}
 
 
 def report_of(
@@ -116,15 +124,20 @@ def _kind_of(entry: Held) -> str:
 def _own_share(virtual: VirtualGpu) -> float | None:
     """Return the share (0 to 1) of GPU memory to which the script limits itself; else None."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
-    usable = gpu.limit_bytes - virtual.communicators_bytes
-    if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
+    if limit is None or limit >= _usable_bytes(virtual, gpu):
         return None
     return limit / gpu.memory_bytes
 
 
+def _usable_bytes(virtual: VirtualGpu, gpu: Gpu) -> int:
+    """Return the bytes that the allocator could reserve on `gpu` under the user's limit."""
+    usable = gpu.limit_bytes - virtual.communicators_bytes
+    return usable if virtual.limit_bytes is None else min(usable, virtual.limit_bytes)
+
+
 def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
     return tuple(
-        Guess(line=line, what=_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
+        Guess(line=line, what=_READ_OF_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
         for (line, what), count in guesses.counts.most_common()
     )
 
@@ -208,10 +221,11 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
     yield context_assumed(gpu)
     if virtual.communicators_bytes:
         machines = "H100s and H200s of one host" if virtual.rank.world_size > 1 else "one H100"
-        pairs = [key for key in virtual.mode.works.communicators if key[1] is not None]
-        count = max(1, len(virtual.mode.works.communicators) - len(pairs))
-        groups = "one group" if count == 1 else f"{count} groups"
-        groups += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
+        communicators = virtual.mode.works.communicators
+        num_pairs = sum(peer is not None for _, peer in communicators)
+        num_groups = max(1, len(communicators) - num_pairs)
+        groups = "one group" if num_groups == 1 else f"{num_groups} groups"
+        groups += f" and {counted(num_pairs, 'pair')} of ranks" if num_pairs else ""
         yield (
             f"{format_bytes(virtual.communicators_bytes)} of NCCL for {groups}, as measured on"
             f" {machines}"
@@ -230,7 +244,7 @@ def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
     log = virtual.mode.memory.log
     ends = (position for position, name in log.marks if name == "after_optimizer_step")
     steps: list[list[MicroBatch]] = [
-        [[Part(log.events[a:b])]] for a, b in pairwise((0, *ends, len(log.events)))
+        [[Part(log.events[start:end])]] for start, end in pairwise((0, *ends, len(log.events)))
     ]
     program = Program(virtual.mode.memory.storages, steps=steps)
     settings = virtual.allocator.settings
@@ -243,26 +257,14 @@ def verdicts_of(
     """Return (verdicts by GPU name, notes on them), for the run's own GPU and `others`. `outcome`
     is the result of the run on its own GPU: it fits or is out of memory. `share` is the share of a
     GPU's memory to which the script limits itself, or None."""
-    own_gpu = virtual.gpu
-    on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
-    own_verdict = on_gpus.own(_own_verdict(virtual, outcome))
-    verdicts = {own_gpu.name: own_verdict}
+    own_gpu, replays = virtual.gpu, _Verdicts(virtual, outcome, share)
+    verdicts = {own_gpu.name: replays.on_own_gpu()}
     unknown = []
     for name in others:
         gpu = replace(find_gpu(name), beside_bytes=own_gpu.beside_bytes)
         if gpu.name == own_gpu.name:
             continue
-        usable = gpu.limit_bytes - virtual.communicators_bytes
-        usable = min(usable, virtual.limit_bytes or usable)
-        limit = usable if share is None else min(usable, int(share * gpu.memory_bytes))
-        verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
-        if outcome is Outcome.OOM:
-            if verdict is None and limit <= own_verdict.limit_bytes:  # refuses the last request too
-                verdict = replace(own_verdict, limit_bytes=limit)
-            if verdict is not None:  # the need includes at least the refused request
-                verdict = replace(verdict, margin_bytes=limit - own_verdict.needs_bytes)
-        if verdict is not None and virtual.mode.memory.storages.shares:
-            verdict = _with_own_shares(virtual, gpu, own_verdict, verdict)
+        verdict = replays.on_other_gpu(gpu, verdicts[own_gpu.name])
         if verdict is None:
             unknown.append(gpu.name)
         else:
@@ -280,7 +282,8 @@ def verdicts_of(
             " it may have chosen otherwise"
         )
     order = {name: index for index, name in enumerate(others)}
-    return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+    names = sorted(verdicts, key=lambda name: order.get(name, -1))  # first a GPU not in `others`
+    return {name: verdicts[name] for name in names}, notes
 
 
 def _with_own_shares(
@@ -293,21 +296,30 @@ def _with_own_shares(
     memory, run = virtual.mode.memory, run_of(virtual)
     storages = memory.storages.on(gpu.memory_bytes)
     run = replace(run, program=replace(run.program, storages=storages))
-    if base.verdict is not Outcome.OOM:
-        if memory.log.is_full:
-            return None
-        timings = (FreeTiming.LATEST, *_earlier_timings(virtual))
-        scenarios = [Scenario(run, timing) for timing in timings]
-        results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
-        return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
+    if base.verdict is Outcome.OOM:
+        return _oom_with_own_shares(memory, run, base, verdict)
+    if memory.log.is_full:
+        return None
+    timings = (FreeTiming.LATEST, *_earlier_timings(virtual))
+    scenarios = [Scenario(run, timing) for timing in timings]
+    results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
+    return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
+
+
+def _oom_with_own_shares(
+    memory: Memory, run: Run, base: Verdict, verdict: Verdict
+) -> Verdict | None:
+    """Return `_with_own_shares` for a script that was out of memory on its own GPU. `run` has the
+    sizes of the other GPU. The need there is that of `base`, the verdict on the own GPU, plus the
+    growth of the storages that were live when its request was refused."""
+    own_sizes, storages = memory.storages.num_bytes, run.program.storages
     streams = (part.events for part in run.program.all_parts())
     live_ids = run.program.alive_after(streams) | {memory.refused_id}
-    own_sizes = memory.storages.num_bytes
     growth = sum(storages.num_bytes[i] - own_sizes[i] for i in storages.shares if i in live_ids)
     margin = verdict.limit_bytes - base.needs_bytes - growth
     failed = run.on(verdict.limit_bytes).failed
     if failed is None and margin >= 0:
-        return None
+        return None  # the script would continue, to requests that were not simulated
     at = base.at if failed is None else where_failed(failed.step, storages.sites[failed.storage])
     return replace(verdict, verdict=Outcome.OOM, margin_bytes=min(-1, margin), at=at)
 
@@ -340,66 +352,77 @@ def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
     return FreeTiming.IMMEDIATE, FreeTiming.IMMEDIATE_IN_STEP_1
 
 
-def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
-    history, allocator = virtual.mode.memory.history, virtual.allocator
-    limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
-    margin, at = limit - history.peak_reserved_bytes, ""
-    if outcome is Outcome.OOM and virtual.mode.memory.refused is not None:
-        num_bytes, site, reserved = virtual.mode.memory.refused
-        margin = limit - reserved - num_bytes
-        at = where_failed(virtual.num_steps, site)
-    return Verdict(
-        verdict=outcome, margin_bytes=margin, limit_bytes=limit,
-        reserved_bytes=history.peak_reserved_bytes,
-        spread_bytes=_spread_bytes(virtual, virtual.gpu, limit), at=at,
-    )  # fmt: skip
-
-
-def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
-    return gpu.spread_under(limit_bytes, virtual.communicators_bytes)
-
-
 class _Verdicts:
-    """Verdicts of one run on several GPUs, by replay of `run` under the GPUs' limits. `outcome` is
-    the result of the run on its own GPU: it fits or is out of memory. If the event log is full,
-    `run` has only the script's start, and some verdicts are unknown."""
+    """Verdicts of one run on several GPUs, by replay under the GPUs' limits. `outcome` is the
+    result of the run on its own GPU: it fits or is out of memory. If the event log is full, the
+    replayed run has only the script's start, and some verdicts are unknown."""
 
-    def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
-        memory = virtual.mode.memory
-        self._log, self._outcome, self._run = memory.log, outcome, run
+    def __init__(self, virtual: VirtualGpu, outcome: Outcome, share: float | None) -> None:
+        self._virtual, self._outcome, self._share = virtual, outcome, share
+        self._memory = memory = virtual.mode.memory
+        self._run = run = run_of(virtual, share)
         self._is_whole = outcome is Outcome.FITS and not memory.log.is_full
         self._allocated = memory.history.peak_allocated_bytes
         self._reserved = memory.history.peak_reserved_bytes
         settings = run.settings
-        collects = settings.garbage_collection_threshold > 0 and run.is_share
-        gives_back = collects or settings.max_split_bytes is not None
-        self._felt_no_limit = not virtual.allocator.num_retries and not gives_back
+        collects_garbage = settings.garbage_collection_threshold > 0 and run.is_share
+        gives_back = collects_garbage or settings.max_split_bytes is not None
+        self._ran_as_unlimited = not virtual.allocator.num_retries and not gives_back
         self._own = _own_figures(virtual)
-        unlimited = self._own if self._felt_no_limit else None
         self._scenarios: list[Scenario] = []
         if self._is_whole:
+            unlimited = self._own if self._ran_as_unlimited else None
             earlier = (Scenario(run, timing) for timing in _earlier_timings(virtual))
             self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
-    def own(self, verdict: Verdict) -> Verdict:
-        """Return `verdict`, that of the run's own GPU, with the least limit that fits as
-        `needs_bytes`. The limit is found by replays. If the script did not fit or the event log is
-        full, return `verdict` unchanged."""
-        if not self._is_whole:
+    def on_own_gpu(self) -> Verdict:
+        """Return the verdict on the run's own GPU. If the script fits and the whole run is stored,
+        replays find `needs_bytes`, the least limit that fits."""
+        virtual, refused = self._virtual, self._memory.refused
+        limit = virtual.allocator.limit_bytes
+        if limit is None:
+            limit = virtual.gpu.limit_bytes
+        spread_bytes = virtual.gpu.spread_under(limit, virtual.communicators_bytes)
+        if self._is_whole:
+            self._scenarios[0].least.add(limit, True, self._reserved)
+            return self._over_scenarios(self._own, limit, spread_bytes)
+        verdict = Verdict(
+            verdict=self._outcome, margin_bytes=limit - self._reserved, limit_bytes=limit,
+            reserved_bytes=self._reserved, spread_bytes=spread_bytes,
+        )  # fmt: skip
+        if self._outcome is not Outcome.OOM or refused is None:
             return verdict
-        limit = verdict.limit_bytes
-        self._scenarios[0].least.add(limit, True, verdict.reserved_bytes)
-        return self._over_scenarios(self._own, limit, verdict.spread_bytes)
+        refused_bytes, site, reserved_bytes = refused
+        margin = limit - reserved_bytes - refused_bytes
+        return replace(verdict, margin_bytes=margin, at=where_failed(virtual.num_steps, site))
+
+    def on_other_gpu(self, gpu: Gpu, own: Verdict) -> Verdict | None:
+        """Return the verdict on `gpu`, with `own` that on the run's own GPU. Return None if the
+        verdict is unknown, since the stored events do not reach the run's end."""
+        limit = _usable_bytes(self._virtual, gpu)
+        if self._share is not None:
+            limit = min(limit, int(self._share * gpu.memory_bytes))
+        spread_bytes = gpu.spread_under(limit, self._virtual.communicators_bytes)
+        verdict = self._under(limit, spread_bytes)
+        if verdict is None and self._outcome is Outcome.OOM and limit <= own.limit_bytes:
+            verdict = replace(own, limit_bytes=limit)  # refuses the own GPU's last request too
+        if verdict is None:
+            return None
+        if self._outcome is Outcome.OOM:  # the need includes at least the refused request
+            verdict = replace(verdict, margin_bytes=limit - own.needs_bytes)
+        if not self._memory.storages.shares:
+            return verdict
+        return _with_own_shares(self._virtual, gpu, own, verdict)
 
     def _over_scenarios(self, latest: Replayed, limit_bytes: int, spread_bytes: int) -> Verdict:
         earlier = [scenario.under(limit_bytes) for scenario in self._scenarios[1:]]
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
-    def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
+    def _under(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
         """Return the verdict on a GPU whose allocator can reserve `limit_bytes`. Another driver of
         that GPU may leave up to `spread_bytes` less; a margin below that is tight. Return None if
         the verdict is unknown, since the stored events do not reach the run's end."""
-        is_enough = self._felt_no_limit and self._reserved <= limit_bytes
+        is_enough = self._ran_as_unlimited and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
             return self._over_scenarios(latest, limit_bytes, spread_bytes)
@@ -415,19 +438,10 @@ class _Verdicts:
             site = self._run.program.storages.sites[result.failed.storage]
             at = where_failed(result.failed.step, site)
             return replace(oom, reserved_bytes=result.peak_reserved_bytes, at=at)
-        if self._allocated > limit_bytes:
-            at = f"after step {self._log.num_steps - 1}"
+        if self._allocated > limit_bytes:  # fails after the stored events
+            at = f"after step {self._memory.log.num_steps - 1}"
             return replace(oom, reserved_bytes=limit_bytes, at=at)
         return None
-
-
-_PROBES = {
-    "forward": Phase.BEFORE_FORWARD,
-    "backward": Phase.AFTER_FORWARD,
-    "before_optimizer_step": Phase.AFTER_BACKWARD,
-    "optimizer": Phase.AFTER_BACKWARD,
-    "after_optimizer_step": Phase.AFTER_OPTIMIZER_STEP,
-}
 
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
@@ -438,29 +452,36 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     allocator = recording.allocator
     allocator.use(source.settings)
     allocator.gpu_bytes, allocator.allowed_bytes = source.gpu_bytes, source.allowed_bytes
-    result, events = recording.result, memory.log.events
-    position, micro_batch = 0, 0
-    last_phase: Phase | None = None
-    for end, name in (*memory.log.marks, (len(events), "")):
-        with suppress(OutOfMemory):  # under a limit that the script set later
-            recording.play(events[position:end])
-        position, phase = end, _PROBES.get(name)
-        if phase is None or phase is last_phase:
-            continue
-        if phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_OPTIMIZER_STEP:
-            recording.step, micro_batch = recording.step + 1, 0
-        elif phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_FORWARD:
-            micro_batch += 1  # no step since the last backward
-        recording.reached(recording.step, micro_batch, phase)
-        last_phase = phase
+    _play_marked(recording, memory.log)
     if memory.refused is not None and not report.fits:
-        refused_bytes = memory.refused[0]
+        refused_bytes, _, _ = memory.refused
         recording.storage = -1
         recording.history.gather()
         free_bytes = max(0, report.limit_bytes - allocator.reserved_bytes)
         recording.history.refused(refused_bytes, 0, free_bytes)
-        result.failed, result.failed_bytes = Moment(len(events), recording.step, -1), refused_bytes
-    result.peak_allocated_bytes = allocator.peak_allocated_bytes
-    result.peak_reserved_bytes = allocator.peak_reserved_bytes
-    result.peak = replace(recording.peak, storage=-1)
+        recording.result.failed = Moment(len(memory.log.events), recording.step, -1)
+        recording.result.failed_bytes = refused_bytes
+    recording.result.peak_allocated_bytes = allocator.peak_allocated_bytes
+    recording.result.peak_reserved_bytes = allocator.peak_reserved_bytes
+    recording.result.peak = replace(recording.peak, storage=-1)
     return recording
+
+
+def _play_marked(recording: Recording, log: EventLog) -> None:
+    """Play the events of `log` on `recording`, and store the ends of phases that marks show."""
+    start = micro_batch = 0
+    last_phase: Phase | None = None
+    for end, name in (*log.marks, (len(log.events), "")):
+        with suppress(OutOfMemory):  # under a limit that the script set later
+            recording.play(log.events[start:end])
+        start = end
+        phase = _PHASE_BY_MARK.get(name)
+        if phase is None or phase is last_phase:
+            continue
+        if phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_OPTIMIZER_STEP:
+            recording.step += 1
+            micro_batch = 0
+        elif phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_FORWARD:
+            micro_batch += 1  # no step since the last backward
+        recording.reached(recording.step, micro_batch, phase)
+        last_phase = phase

@@ -21,11 +21,11 @@ from memest.writing import cache_folder
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
-COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))  # launchers that are not read
-SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))  # scripts that start Python themselves
+UNREAD_LAUNCHERS = frozenset(("lightning", "fabric", "srun", "mpirun"))
+SHELL_SUFFIXES = frozenset((".sh", ".bash", ".slurm", ".sbatch"))
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
 
-LAUNCHERS = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
+LAUNCHER_MODULES = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
 """Modules that start the script in processes of their own, which would not see the virtual GPU."""
 
 IS_INSTALLED = "is it installed here?"
@@ -39,10 +39,7 @@ huggingface_hub that is too old for transformers 5.
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Script or module that `memest run` runs, with its arguments. `path` is the script. For a
-    module, it is the folder that becomes the first entry of `sys.path`. `roots` are folders of
-    installed packages whose code counts as the script's own. `local_rank` is an argument to which
-    each rank appends its number, or empty."""
+    """Script or module that `memest run` runs, with its arguments."""
 
     name: str  # name as typed
     args: tuple[str, ...]
@@ -53,8 +50,9 @@ class Target:
 
     def of_rank(self, local_rank: int) -> "Target":
         """Return the target of rank `local_rank`, with `--local_rank=N` if its launcher adds it."""
-        first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
-        return replace(self, args=(*first, *self.args), local_rank="")
+        if not self.local_rank:
+            return self
+        return replace(self, args=(f"{self.local_rank}{local_rank}", *self.args), local_rank="")
 
     @property
     def label(self) -> str:
@@ -73,11 +71,10 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
     if not path.exists() and (command := _console_script(name)) is not None:
         return replace(command, args=args)
     if not path.exists():
-        folder = path.parent
-        files = (f[:-3] for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
-        matches = closest(path.name.removesuffix(".py"), files)
+        scripts = [script.stem for script in path.parent.glob("*.py")]
+        matches = closest(path.name.removesuffix(".py"), scripts)
         hint = f"did you mean `{matches[0]}.py`?" if matches else "a module is run with `-m`"
-        if name in COMMANDS:
+        if name in UNREAD_LAUNCHERS:
             hint = f"{_NAME_THE_SCRIPT}; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)
     if path.is_dir() and not (path / "__main__.py").is_file():
@@ -86,11 +83,12 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         )
     if path.suffix == ".ipynb":
         raise PlanError(f"{shown(name)} is a notebook", hint="`%%memest` runs a cell of it")
-    if path.suffix in SHELL:
+    if path.suffix in SHELL_SUFFIXES:
         raise PlanError(f"{shown(name)} is a shell script", hint=_NAME_THE_SCRIPT)
     if not os.access(path, os.R_OK):
         raise PlanError(f"{shown(name)} cannot be read", hint="check its permissions")
-    return Target(name, args, False, path, (path.parent,) if is_in_packages(path) else ())
+    roots = (path.parent,) if is_in_packages(path) else ()
+    return Target(name, args, is_module=False, path=path, roots=roots)
 
 
 def _console_script(name: str) -> Target | None:
@@ -103,7 +101,7 @@ def _console_script(name: str) -> Target | None:
     if program is None:
         return None
     package = find_module(entry_point.module.partition(".")[0], ())
-    return Target(program, (), False, Path(program), package.roots)
+    return Target(program, (), is_module=False, path=Path(program), roots=package.roots)
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:
@@ -113,7 +111,7 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
         PlanError: there is no such module.
         UnsupportedError: the module is a launcher, which starts scripts in other processes.
     """
-    if name in LAUNCHERS:
+    if name in LAUNCHER_MODULES:
         raise UnsupportedError(
             f"{shown(name)} starts the script in other processes, which have no virtual GPU",
             hint="give the script itself to `memest run`, with `--nproc-per-node N`",
@@ -127,9 +125,12 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
         spec = None
     if spec is None or not all(part.isidentifier() for part in name.split(".")):
         raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(root, IS_INSTALLED))
-    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-    folder = Path(origin).parent if spec.origin else Path(origin)
-    return Target(name, args, True, cwd, (folder,) if is_in_packages(folder.parent) else ())
+    if spec.origin:
+        folder = Path(spec.origin).parent
+    else:  # a namespace package
+        folder = Path(next(iter(spec.submodule_search_locations or ()), ""))
+    roots = (folder,) if is_in_packages(folder.parent) else ()
+    return Target(name, args, is_module=True, path=cwd, roots=roots)
 
 
 def check_single_process(environment: Mapping[str, str]) -> None:
@@ -180,7 +181,7 @@ print(json.dumps([sys.version_info[:2], sys.prefix, whole, [n for n, s in specs 
 """Prints the version, the prefix, the packages that can be imported, and those with any file.
 Python 2 can run the code too."""
 
-_SECONDS = 60
+_PROBE_TIMEOUT_S = 60
 
 
 def active_environment() -> Path | None:
@@ -229,7 +230,9 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
         raise PlanError(f"`{python}` is not a Python interpreter", hint="--python .venv/bin/python")
     command = [program, "-c", _PROBE, "torch", "numpy", *PURE]
     try:
-        proc = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        proc = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True
+        )
         version, prefix, installed, present = json.loads(proc.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise PlanError(
@@ -243,10 +246,12 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
         )
     for name in ("torch", "numpy"):
         if name not in installed:
-            fault = f"only parts of {name}" if name in present else f"no {name}"
+            fault, install = f"no {name}", "install"
+            if name in present:
+                fault, install = f"only parts of {name}", "install --force-reinstall"
             raise PlanError(
                 f"the environment of `{python}` has {fault}",
-                hint=f"{python} -m pip install{' --force-reinstall' * (name in present)} {name}",
+                hint=f"{python} -m pip {install} {name}",
             )
     return Path(os.path.abspath(program)), prefix, installed
 

@@ -37,6 +37,21 @@ _PACKAGES = (
     "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
     "flash_attn",
 )  # fmt: skip
+BEFORE_MODEL = "before the model"
+AFTER_SETUP = "after the strategy's setup"
+ACTIONS = {
+    "alloc": 0, "free_completed": 1, "segment_alloc": 2, "segment_free": 3, "free_requested": 4,
+}  # fmt: skip
+"""Number of each action in a recording. `free_requested` marks a free that other streams defer."""
+
+MAX_ENTRIES = 4_000_000  # number of events above which torch drops the oldest
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +156,6 @@ def _handle(nvml: Any, index: int) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(device)
 
 
-BEFORE_MODEL = "before the model"
-AFTER_SETUP = "after the strategy's setup"
-
-
 def sample_host(moment: str) -> dict[str, Any]:
     """Return a sample: host memory in bytes by name, and `moment`, a name for the time.
 
@@ -211,14 +222,6 @@ def _pinned() -> dict[str, int]:
     return {"pinned_allocated": int(stats[key])} if key in stats else {}
 
 
-ACTIONS = {
-    "alloc": 0, "free_completed": 1, "segment_alloc": 2, "segment_free": 3, "free_requested": 4,
-}  # fmt: skip
-"""Number of each action in a recording. `free_requested` marks a free that other streams defer."""
-
-MAX_ENTRIES = 4_000_000  # number of events above which torch drops the oldest
-
-
 def file_stem(label: str) -> str:
     """Return a file name for the experiment `label`.
 
@@ -282,15 +285,6 @@ def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
         for e in events
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 4).T
-
-
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-"""Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
 @dataclass(slots=True)

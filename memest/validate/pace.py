@@ -41,6 +41,11 @@ Call = Callable[[], Any]
 
 HALF = torch.bfloat16
 NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, and counted steps
+MEASURED_US = 2000  # microseconds for which one case repeats, after two calls that are not timed
+MOST_CALLS = 30  # most calls of one case that are queued at once
+HEATED_MS = 10  # milliseconds of training before each case, for realistic clocks
+SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
+NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
 
 
 class Observer(TorchDispatchMode):
@@ -245,12 +250,6 @@ def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
 
 
 Case = Callable[[], Call]  # makes the tensors of a call, and returns it
-
-MEASURED_US = 2000  # microseconds for which one case repeats, after two calls that are not timed
-MOST_CALLS = 30  # most calls of one case that are queued at once
-HEATED_MS = 10  # milliseconds of training before each case, for realistic clocks
-SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
-NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from memest.writing import write_whole, writing
 
 SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
 _OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, not the plan
+SUITE_DIR = Path(__file__).with_name("suites")
 
 
 def append(path: Path, measurement: Measurement) -> None:
@@ -114,9 +115,6 @@ def _is_json(line: bytes) -> bool:
 
 
 _writing = partial(writing, hint="name another file with `--results`")
-
-
-SUITE_DIR = Path(__file__).with_name("suites")
 
 
 def list_suites() -> list[str]:

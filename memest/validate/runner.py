@@ -49,6 +49,9 @@ _OF_EACH_RANK = (
 """Keys of a rank's `device` that the merged report has in `ranks`."""
 
 OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they may hang
+_NAME_WIDTH = 34
+T = TypeVar("T")
+LOG_LINES = 4  # number of last lines of a failed run's log in its note
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -160,9 +163,6 @@ def _print_log(rank: int, folder: Path) -> None:
     sys.stderr.flush()
 
 
-_NAME_WIDTH = 34
-
-
 def header() -> str:
     """Return the header of a table of measurements."""
     return (
@@ -182,7 +182,6 @@ def table_row(measurement: Measurement) -> str:
     return f"{start}  {measurement.verdict:<7}{cells}  {f'{measurement.elapsed_s:.1f} s':>7}"
 
 
-T = TypeVar("T")
 Experiment = Callable[[TrainingPlan, RunOptions, Callable[[Measurement], Any]], None]
 
 
@@ -252,9 +251,6 @@ def _or_error(function: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise MemestError(f"{type(error).__name__}: {error}") from error
-
-
-LOG_LINES = 4  # number of last lines of a failed run's log in its note
 
 
 def detect_device() -> Device:

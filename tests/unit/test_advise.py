@@ -470,6 +470,10 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
             ["--model", "gpt2", "--gpu", "t4", "--gpu", "h200"],
             "Error: advice is for one GPU, not 2",
         ),
+        (
+            ["--model", "gpt2", "--gpu", "t4", "--gpu-memory", "24GiB"],
+            "Error: advice is for one GPU, not 2",
+        ),
         (["--model", "gpt2", "--gpu", "a10000"], "Error: `a10000` is not in the"),
         (["--model", "no-such", "--gpu", "t4"], "Error: `no-such` is no bundled model"),
         (["--gpu", "t4"], "Error: the plan names no model"),

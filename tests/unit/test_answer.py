@@ -137,6 +137,7 @@ def test_steps_are_counted_from_one_for_people() -> None:
     )
     assert place_in_words("after step 9") == "after step 10"
     assert moment(0, "forward") == "in the forward of step 1"
+    assert moment(1, "") == "in step 2"
 
 
 def test_shares_add_up_to_a_hundred() -> None:

@@ -155,6 +155,7 @@ def test_an_object_of_an_earlier_cell_is_refused_by_name(
     [
         ("b9000", "`b9000` is not in the catalogue"),
         ("t4 --steps 3", "`--steps` is no option of `%%memest`"),
+        ("t4 --max-steps", "`--max-steps` has no value"),
         ("--max-steps many", "`--max-steps` is `many`"),
         ("t4 --max-steps 0", "`max_steps` is 0"),
         ("t4 'x", "No closing quotation"),

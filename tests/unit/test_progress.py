@@ -97,7 +97,7 @@ def test_a_search_reports_the_size_it_tries(
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("memest.cli.terminal._DELAY", 0.0)
+    monkeypatch.setattr("memest.cli.terminal._DELAY_SECONDS", 0.0)
     with progress_bar("looking"):
         notify(Event(label="b1: batch_size 32", is_done=False, weight=0, total=0, task=32))
     assert "b1: batch_size 32" in terminal.getvalue()
@@ -108,8 +108,8 @@ def test_a_terminal_sees_what_is_under_way_and_each_result(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("memest.cli.terminal._DELAY", 0.0)
-    monkeypatch.setattr("memest.cli.terminal._EVERY", 0.01)
+    monkeypatch.setattr("memest.cli.terminal._DELAY_SECONDS", 0.0)
+    monkeypatch.setattr("memest.cli.terminal._REFRESH_SECONDS", 0.01)
 
     def slow(index: int) -> Prediction:
         time.sleep(0.05)

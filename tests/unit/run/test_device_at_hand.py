@@ -71,7 +71,7 @@ def machine(
     made = Nvml(gpus)
     monkeypatch.setitem(sys.modules, "pynvml", made)
     monkeypatch.setattr(module, "_has_driver", lambda: True)
-    monkeypatch.setattr(module, "_of_another_process", lambda: asked)
+    monkeypatch.setattr(module, "_gpu_of_another_process", lambda: asked)
     return made
 
 
@@ -167,7 +167,7 @@ def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    monkeypatch.setattr(module, "_of_another_process", lambda: ASKED)
+    monkeypatch.setattr(module, "_gpu_of_another_process", lambda: ASKED)
 
     assert device_at_hand({}) is None
 
@@ -176,7 +176,7 @@ def test_another_process_answers_by_json(monkeypatch: pytest.MonkeyPatch) -> Non
     answer = 'a warning\n["NVIDIA H200", 150109880320, 9, 0, 1000000000]\n'
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=answer))
 
-    found = module._of_another_process()
+    found = module._gpu_of_another_process()
 
     assert found is not None
     assert found.gpu.name == "h200"
@@ -189,7 +189,7 @@ def test_another_process_may_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(subprocess, "run", fails)
 
-    assert module._of_another_process() is None
+    assert module._gpu_of_another_process() is None
 
 
 def test_what_this_process_has_cached_is_free() -> None:
@@ -202,7 +202,7 @@ def test_what_this_process_has_cached_is_free() -> None:
         )
     )
 
-    assert module._of_this_process(torch).room_bytes == 100 * GIB
+    assert module._gpu_of_this_process(torch).room_bytes == 100 * GIB
 
 
 @pytest.mark.parametrize("has_context", [True, False])
@@ -214,7 +214,7 @@ def test_torch_is_asked_where_it_has_a_context_already(
         _C=SimpleNamespace(_cuda_hasPrimaryContext=lambda index: has_context),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(module, "_of_this_process", lambda torch: ASKED)
+    monkeypatch.setattr(module, "_gpu_of_this_process", lambda torch: ASKED)
     machine(monkeypatch, H100_FREE)
 
     found = device_at_hand({})

@@ -97,7 +97,7 @@ class Runs:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that runs `train.py --bs 8` and has checked nothing yet."""
-    for name in (module.VARIABLE, module._DONE, "WORLD_SIZE", *module._RANKS):
+    for name in (module.VARIABLE, module._DONE, "WORLD_SIZE", *module._RANK_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "train.py"
     script.write_text("")
