@@ -32,7 +32,6 @@ __all__ = [
     "MemestError", "Prediction", "Preflight", "PreflightStop", "Scratch", "TrainingPlan", "predict",
     "preflight", "register_kernel", "virtual_gpu",
 ]  # fmt: skip
-
 _MODULES = {
     "MemestError": "errors", "Prediction": "report", "Preflight": "run.preflight",
     "PreflightStop": "run.preflight", "Scratch": "estimator.ops.temporaries",

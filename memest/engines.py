@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
 ATTEMPTS = 2  # number of times that a task begins if its worker is killed
 MINUTES = 240  # time limit of a task under Slurm
 POLL_S = 0.2  # seconds between two looks at the jobs
@@ -55,7 +54,6 @@ class Event:
 
 
 Watcher = Callable[[Event], None]
-
 WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 

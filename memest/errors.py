@@ -5,7 +5,6 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
 OOM_EXIT_CODE = 5  # exit code for a plan or script that does not fit, with `--check`
 
 

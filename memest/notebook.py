@@ -28,7 +28,6 @@ from memest.run.session import Session, virtual_gpu
 from memest.run.summary import record_run_of
 
 __all__ = ["CellReport", "load_ipython_extension"]
-
 _TYPE_BY_OPTION = {
     "--gpu": str, "--gpu-memory": str, "--memory-limit": str, "--beside": str, "--max-steps": int,
 }  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from memest.errors import UnsupportedError
 
 T = TypeVar("T")
-
 EXTRAS = {
     "transformers": "plans", "accelerate": "plans", "huggingface_hub": "plans",
     "lightning": "plans", "peft": "plans", "yaml": "plans", "matplotlib": "plots",
@@ -27,8 +26,6 @@ _BY_NAME = {
     "deepspeed": "pip install deepspeed",
     "flash_attn": "pip install flash-attn --no-build-isolation",
 }
-
-
 _FOLDERS = frozenset(("site-packages", "dist-packages"))
 _OURS = ("memest", "importlib", "runpy", "__main__")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from memest.errors import PlanError, shown
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-
 _SUFFIXES = {
     "": 1, "b": 1,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,

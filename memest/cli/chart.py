@@ -49,7 +49,10 @@ _CHART_OPTIONS = combined(
     click.option("--title", default="", help="Title of the chart."),
     click.option("--json", "as_json", is_flag=True, help="Print the files as JSON."),
 )  # fmt: skip
-_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that do not change the points of a sweep
+_FLAGS_OF_RUN = (
+    "max_points",
+    "trust_remote_code",
+)  # flags that do not change the points of a sweep
 DEFAULT_GPU = "h100-80gb"  # default GPU of the chart
 MAX_SETTINGS = 4  # largest number of lines in one chart
 
@@ -271,7 +274,7 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-    if file is not None and any(flags[key] for key in flags if key not in _OF_THE_RUN):
+    if file is not None and any(flags[key] for key in flags if key not in _FLAGS_OF_RUN):
         raise PlanError(
             f"`{file}` holds a sweep, and flags define another",
             hint="give either a file or the flags of `memest sweep`",
@@ -286,26 +289,26 @@ def sweep_chart(
     table = fits_table(rows, across)
     figure = plots.plot_fits(
         table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=pictures.dark,
-        remarks=_in_common(rows, points),
+        remarks=_shared_settings(rows, points),
     )  # fmt: skip
     pictures.save(figure, "sweep", rows)
 
 
-def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
+def _shared_settings(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     """Return descriptions of the settings that all plans of a sweep share, such as `512 tokens`.
     The plans are in `points`. If the sweep was read from a file, `points` is empty; then the
     settings are compared in `rows`, the sweep's table."""
-    plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
-    shared = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
+    plans = [plan for _, plan in points if isinstance(plan, TrainingPlan)]
+    settings = [plan.to_dict() for plan in plans] or rows
+    shared = {k: v for k, v in settings[0].items() if all(row.get(k) == v for row in settings)}
     model = [str(shared["model_name"])] if shared.get("model_name") else []
     length = [f"{shared['seq_len']} tokens"] if shared.get("seq_len") else []
-    plan = next((plan for _, plan in points if isinstance(plan, TrainingPlan)), None)
-    if plan is not None and model and "seq_len" not in rows[0] and not length:
+    if plans and model and "seq_len" not in rows[0] and not length:
         from memest.models_meta.assemble import sequence_length
 
-        length = [f"{sequence_length(plan, resolve_config(plan.model_name))} tokens"]
-    settings = {k: v for k, v in shared.items() if k in ("precision", "batch_size", "optim")}
-    return [*model, *setting_words(settings), *length]
+        length = [f"{sequence_length(plans[0], resolve_config(model[0]))} tokens"]
+    named = {k: v for k, v in shared.items() if k in ("precision", "batch_size", "optim")}
+    return [*model, *setting_words(named), *length]
 
 
 @chart.command("ranks")
@@ -411,7 +414,9 @@ def scaling(
         values = read_config(config, values).to_dict()
     if not values.get("gpu") and values.get("gpu_memory") is None:
         values = values | {"gpu": [DEFAULT_GPU]}
-    num_gpus = len(values.get("gpu", ())) + (values.get("gpu_memory") is not None)
+    num_gpus = len(values.get("gpu", ()))
+    if values.get("gpu_memory") is not None:
+        num_gpus += 1
     if num_gpus > 1:
         raise PlanError(f"{num_gpus} GPUs are named", hint="the chart has the line of one")
     numbers = parse_values("devices", devices)

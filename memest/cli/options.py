@@ -111,7 +111,6 @@ def _option(row: Key) -> Option:
 
 PATH = click.Path(path_type=Path)
 OUT = OutputPath(path_type=Path)
-
 config = click.option(
     "--config", type=PATH, help="YAML, JSON or TOML of one plan; flags override it."
 )
@@ -159,13 +158,10 @@ torch = click.option(
     shell_complete=completes(lambda: [r.name for r in RELEASES]),
 )  # fmt: skip
 OPTION_SECTIONS["torch_release"] = "GPUs"
-
 emit = click.option(
     "--emit", type=click.Choice(SCHEDULERS),
     help="Print the resource lines of the smallest GPU on which it fits.",
 )  # fmt: skip
-
-
 _train_steps = click.option(
     "--train-steps", type=click.IntRange(1), help="Optimizer steps of the whole training."
 )
@@ -180,7 +176,6 @@ _epochs = click.option(
 )
 _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an epoch.")
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
-
 
 STEPS_WITHOUT_NUMBER = 1000  # number of steps that is priced if none is given
 

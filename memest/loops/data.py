@@ -21,10 +21,7 @@ from memest.units import ceil_div
 
 MAX_CAPTION_TOKENS = 50  # caption length of the lab's processor (`max_length=50`, padded)
 INIT_STD = 0.02
-
 _POOL_NUMEL = 1 << 20  # random numbers of the weights on the host; longer weights repeat them
-
-
 Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 
 

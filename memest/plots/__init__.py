@@ -27,7 +27,6 @@ __all__ = [
     "plot_largest_batch", "plot_phases", "plot_ranks", "plot_scaling", "plot_scaling_bars",
     "plot_scatter", "plot_timeline", "plot_trade_off", "retitle", "save", "svg_text",
 ]  # fmt: skip
-
 _MODULES = ("words", "style", "heatmap", "ladder", "phases", "scatter", "timeline", "scaling")
 
 

@@ -13,9 +13,9 @@ from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Rep
 from memest.units import GIB, format_size
 
 STACK = style.KINDS[:4]
-
 _PHASES = tuple(Phase)[:4]  # phases of a step; the last phase is of a validation
 _NUMBER_INCHES = 0.35  # width of a number over a bar, inches
+_BAR_GAP = 0.03  # between the two bars of a phase, in units of the x axis
 FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the edge, not drawn
 
 
@@ -38,11 +38,11 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     first_missing = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
     if report.verdict is Outcome.OOM and first_missing is not None:
-        failure_bytes = report.peak_allocated_bytes
-        is_earlier = any(row.peak_allocated_bytes >= failure_bytes for row in report.phases)
-        if is_earlier:
-            failure_bytes = report.phases[-1].allocated_bytes
-        columns[first_missing] = Column(report, None, failure_bytes, is_earlier)
+        peak_bytes = report.peak_allocated_bytes
+        # if a phase with figures has the peak, only the bytes at the last phase are known
+        is_before_failure = any(row.peak_allocated_bytes >= peak_bytes for row in report.phases)
+        failed_at_bytes = report.phases[-1].allocated_bytes if is_before_failure else peak_bytes
+        columns[first_missing] = Column(report, None, failed_at_bytes, is_before_failure)
     return columns
 
 
@@ -99,22 +99,27 @@ def _top(column: Column) -> int:
 
 
 def _draw_group(panel: Panel, position: int, group: Sequence[Column], limit: float) -> None:
-    width = 0.42 if len(group) == 2 else 0.6
+    """Draw the bars of a phase around `position` of the x axis, where phases are 1 apart."""
+    phase, is_pair = _PHASES[position], len(group) > 1
+    width = 0.42 if is_pair else 0.6
+    first_x = position - (len(group) - 1) / 2 * (width + _BAR_GAP)
     for index, column in enumerate(group):
-        x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
-        gid = f"{column.report.kind}:{_PHASES[position]}"
-        _draw_column(panel, x, width, column, limit, gid)
-        if len(group) > 1:
-            _under(panel, x, 0.10, column.report.kind, size=style.VALUE)
-    name = str(_PHASES[position]).replace("_", " ")
-    _under(panel, position, 0.48 if len(group) > 1 else 0.14, name, size=style.TICK, weight="bold")
-    rows = [column.row for column in group]
-    if len(rows) == 2 and rows[0] and rows[1] and rows[1].peak_allocated_bytes:
-        error = signed_percent(rows[0].peak_allocated_bytes, rows[1].peak_allocated_bytes)
-        _under(panel, position, 0.86, f"peak {error}", size=style.VALUE, color=panel.theme.muted)
+        x = first_x + index * (width + _BAR_GAP)
+        _draw_column(panel, x, width, column, limit, f"{column.report.kind}:{phase}")
+        if is_pair:
+            _write_under(panel, x, 0.10, column.report.kind, size=style.VALUE)
+    name, inches = str(phase).replace("_", " "), 0.48 if is_pair else 0.14
+    _write_under(panel, position, inches, name, size=style.TICK, weight="bold")
+    if not is_pair:
+        return
+    predicted, measured = (column.row for column in group)
+    if predicted and measured and measured.peak_allocated_bytes:
+        error = signed_percent(predicted.peak_allocated_bytes, measured.peak_allocated_bytes)
+        look = {"size": style.VALUE, "color": panel.theme.muted}
+        _write_under(panel, position, 0.86, f"peak {error}", **look)
 
 
-def _under(panel: Panel, x: float, inches: float, text: str, **look: Any) -> None:
+def _write_under(panel: Panel, x: float, inches: float, text: str, **look: Any) -> None:
     """Write `text` under the axis at `x`, `inches` below it; `look` is for matplotlib's `text`."""
     panel.write_in_column(x, -inches, text, ha="center", va="top", **look)
 
@@ -186,7 +191,8 @@ def _draw_limit(
     suffix = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{suffix}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
-    left, right = max(tops[:2]), max(tops[2:])
+    left, right = max(tops[:2]), max(tops[2:])  # of the first two and of the last two phases
+    # the axis reaches from -0.5 to 3.5
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
     if is_far:
         y, offset, anchor, text = panel.axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"

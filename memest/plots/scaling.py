@@ -40,8 +40,9 @@ _FAMILIES = {
 
 STACK = (*style.KINDS[:-1], "temporaries", "rest")  # rest: buffers, batch, workspaces, rounding
 _FAR = 2.0  # a limit above this many times the highest bar is not drawn
-_NOT_REACHED = "needed, not reached", "between"
+_NOT_REACHED = "needed, not reached"  # part of a bar over that at which a run failed
 _MAX_NUMBERED = 24  # bars with room for a number under each
+_MAX_REMARKED = 4  # most kinds of memory in the line over the bars
 _STEPS_TOP = 1.75  # inches
 _STEPS_COLUMN = 5.1  # inches at the right: each setting, and its reserved memory
 _STEPS_BLOCK = 0.9  # height of one setting in the column, inches
@@ -98,16 +99,16 @@ def _last(line: ScalingLine) -> Prediction:
     return line.reports[max(line.reports)]
 
 
-def _limits(lines: Sequence[ScalingLine]) -> list[int]:
-    """Return the allocator's limits in bytes, each once, ascending; more GPUs may lower them."""
+def _lowest_limit(lines: Sequence[ScalingLine]) -> int:
+    """Return the allocator's lowest limit in bytes; more GPUs may lower it."""
     reports = [report for line in lines for report in line.reports.values()]
-    return sorted({report.verdicts[report.gpu].limit_bytes for report in reports})
+    return min(report.verdicts[report.gpu].limit_bytes for report in reports)
 
 
 def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     numbers = sorted({number for line in lines for number in line.reports})
     sizes = [report.needs_bytes / GIB for line in lines for report in line.reports.values()]
-    sizes.append(_limits(lines)[0] / GIB)
+    sizes.append(_lowest_limit(lines) / GIB)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     space = 2 ** (0.06 * max(1.0, log2(numbers[-1] / numbers[0])))
@@ -150,9 +151,10 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     points: list[tuple[float, float]] = []
     for line in lines:
         vertices = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())
-        for (x0, y0), (x1, y1) in pairwise([vertices[0], *vertices]):
-            points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
-    panel.draw_limit_apart(_last(lines[0]).gpu, _limits(lines)[0], points)
+        for (x0, y0), (x1, y1) in pairwise([vertices[0], *vertices]):  # a lone vertex, too
+            shares = [i / 40 for i in range(41)]  # 41 points on each segment
+            points += [(x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in shares]
+    panel.draw_limit_apart(_last(lines[0]).gpu, _lowest_limit(lines), points)
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
@@ -194,12 +196,14 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
     [1.0, 1.5, 4.0]
     """
     positions: list[float] = []
-    for end in ends:
-        positions.append(max(end, positions[-1] + gap if positions else gap / 2))
-    top = height - 0.1
-    for index in range(len(positions) - 1, -1, -1):
-        positions[index] = min(positions[index], top)
-        top = positions[index] - gap
+    lowest = gap / 2
+    for end in ends:  # upwards, each at least `gap` above the one before
+        positions.append(max(end, lowest))
+        lowest = positions[-1] + gap
+    highest = height - 0.1
+    for index in reversed(range(len(positions))):  # downwards, if the last one is too high
+        positions[index] = min(positions[index], highest)
+        highest = positions[index] - gap
     assert all(b - a > 0 for a, b in pairwise(positions))
     return positions
 
@@ -265,27 +269,29 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         f"{counted(number, 'GPU')}\n{format_size(report.needs_bytes)} GiB, {report.word}"
         for number, report in line.reports.items()
     )
-    limit_bytes = _limits([line])[0]
+    limit_bytes = _lowest_limit([line])
     is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
-    names = (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
-    parts = {(name, color): [column[name] for column in columns] for name, color in names}
+    color_by_part = {part: part for part in (*STACK, "cached")} | {_NOT_REACHED: "between"}
+    parts = {
+        (part, color): [column[part] for column in columns] for part, color in color_by_part.items()
+    }
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2)
     chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
     title = f"{report.name} under {label_of(line.strategy)}"
     page = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
-    terms = [f"{k} {format_size(size)}" for k, size in large_constants(line).items()][:4]
-    remark = f"Does not shrink, on {max(line.reports)} GPUs: {', '.join(terms)} GiB"
-    return draw_slide(page, dark=dark, remark=remark if terms else "")
+    terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
+    shown = ", ".join(terms[:_MAX_REMARKED])
+    remark = f"Does not shrink, on {max(line.reports)} GPUs: {shown} GiB" if terms else ""
+    return draw_slide(page, dark=dark, remark=remark)
 
 
 def _bar(report: Prediction) -> dict[str, int]:
     """Return {part: bytes} of a bar that ends at `needs_bytes` of `report`. The first parts are
     kinds of memory at the peak. The rest is the part `cached`, or `needed, not reached` if the run
     is out of memory."""
-    parts = stack_of(report)
-    excess = max(0, report.needs_bytes - sum(parts.values()))
-    is_oom = report.verdict is Outcome.OOM
-    return parts | {"cached": 0 if is_oom else excess, _NOT_REACHED[0]: excess if is_oom else 0}
+    parts = stack_of(report) | {"cached": 0, _NOT_REACHED: 0}
+    last_part = _NOT_REACHED if report.verdict is Outcome.OOM else "cached"
+    return parts | {last_part: max(0, report.needs_bytes - sum(parts.values()))}
 
 
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
@@ -305,11 +311,12 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
         ("at most, by timing", "between"): [_highest(row) - row.process_bytes for row in rows],
     }
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2).replace("usable", "in all")
-    has_numbers = len(rows) <= _MAX_NUMBERED
-    labels = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
-    chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
+    labels = [str(row.rank) for row in rows]
     ranks_text = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
-    ranks_text += ", their sum in GiB below" * has_numbers
+    if len(rows) <= _MAX_NUMBERED:
+        labels = [f"{row.rank}\n{_highest(row) / GIB:.1f}" for row in rows]
+        ranks_text += ", their sum in GiB below"
+    chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
     version = f"memest {report.versions['memest']}"
     subtitle = dotted(ranks_text, gpu_label(report.gpu), str(report.verdict), version)
     page = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)

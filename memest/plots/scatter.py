@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,12 +15,21 @@ from memest.report import Measurement, Outcome, Prediction
 from memest.units import GIB
 
 Pair = tuple[Prediction, Measurement]
-
 BANDS = (2.0, 0.5)  # per cent: the largest allowed error of reserved and of allocated
 MAX_ROWS = 30  # number of rows above which only the largest errors are listed
-_QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes")
-_NAMES = ("peak allocated", "peak reserved")
-_MARKERS = ("o", "D")
+
+
+class _Quantity(NamedTuple):
+    field: str  # of the reports
+    name: str
+    head: str  # of its column of errors
+    marker: str
+
+
+_QUANTITIES = (
+    _Quantity("peak_allocated_bytes", "peak allocated", "alloc.", "o"),
+    _Quantity("peak_reserved_bytes", "peak reserved", "reserved", "D"),
+)
 # All figures in inches.
 _SQUARE = 2.35
 _DIAGONALS_TOP, _ERRORS_TOP, _ERRORS_BOTTOM = 1.68, 2.08, 0.5
@@ -44,9 +54,9 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
     ]
     require(runs)
     with slide(dark=dark) as canvas:
-        end = 1.08 * max(getattr(r, q) for pair in runs for r in pair for q in _QUANTITIES) / GIB
-        for index in range(2):
-            _draw_diagonal(canvas, runs, index, end)
+        sizes = [getattr(r, q.field) for pair in runs for r in pair for q in _QUANTITIES]
+        for index in range(len(_QUANTITIES)):
+            _draw_diagonal(canvas, runs, index, end=1.08 * max(sizes) / GIB)
         _draw_errors(canvas, runs)
         subtitle = _subtitle([p for p, _ in runs], len(pairs) - len(runs))
         canvas.write_title("Predicted against measured", subtitle)
@@ -73,7 +83,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = canvas.panel(1.15, low, _SQUARE, _SQUARE, grid="y").axes
-    points = [(m / GIB, p / GIB) for p, m in (_peaks(pair, quantity) for pair in pairs)]
+    peaks = [_peaks(pair, quantity) for pair in pairs]
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
             [0, end], [0, end * (1 - band / 100)], [0, end * (1 + band / 100)], color=color,
@@ -81,9 +91,9 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
         )  # fmt: skip
     axes.plot([0, end], [0, end], color=theme.muted, linewidth=1.2)
     axes.scatter(
-        [x for x, _ in points], [y for _, y in points], s=52, marker=_MARKERS[index],
-        facecolor=theme.markers[index], edgecolor=theme.background, linewidth=0.8, zorder=3,
-        gid=quantity,
+        [measured / GIB for _, measured in peaks], [predicted / GIB for predicted, _ in peaks],
+        s=52, marker=quantity.marker, facecolor=theme.markers[index],
+        edgecolor=theme.background, linewidth=0.8, zorder=3, gid=quantity.field,
     )  # fmt: skip
     axes.grid(axis="both", color=theme.grid, linewidth=0.8)
     axes.set(xlim=(0, end), ylim=(0, end))
@@ -95,7 +105,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
         axes.set_xticklabels([])
     else:
         axes.set_xlabel("measured, GiB", size=style.SMALL, labelpad=2)
-    axes.set_title(_NAMES[index], size=style.VALUE, weight="bold", loc="left", pad=6)
+    axes.set_title(quantity.name, size=style.VALUE, weight="bold", loc="left", pad=6)
 
 
 def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
@@ -109,8 +119,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     width = style.WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
     axes = panel.axes
-    errors = [[percent_off(*_peaks(pair, q)) for pair in rows] for q in _QUANTITIES]
-    reach, tick = _reach(max(abs(e) for column in errors for e in column))
+    reach, tick = _reach(max(map(_worst_error, rows)))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
             axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
@@ -122,20 +131,21 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     axes.tick_params(axis="x", labelsize=style.VALUE)
     axes.set_yticks(range(len(rows)), names, size=size)
     diameter = min(11.0, 0.46 * 72 * height / len(rows))
-    for index in range(2):
+    for index, quantity in enumerate(_QUANTITIES):
         axes.scatter(
-            errors[index], [row + 0.36 * (index - 0.5) for row in range(len(rows))],
-            s=diameter**2 * (0.75 if index else 1), marker=_MARKERS[index],
+            [_error(pair, quantity) for pair in rows],
+            [row + 0.36 * (index - 0.5) for row in range(len(rows))],  # one over the other
+            s=diameter**2 * (0.75 if index else 1), marker=quantity.marker,
             facecolor=theme.markers[index], edgecolor="none", zorder=3,
-            gid=f"error:{_QUANTITIES[index]}", clip_on=False,
+            gid=f"error:{quantity.field}", clip_on=False,
         )  # fmt: skip
         x = width + (index + 1) * _COLUMN
-        for row, (p, m) in enumerate(rows):
-            text = signed_percent(*_peaks((p, m), _QUANTITIES[index]))
+        for row, pair in enumerate(rows):
+            text = signed_percent(*_peaks(pair, quantity))
             panel.write_in_row(x, row, text.removesuffix(" %"), ha="right", size=size)
         panel.write(
-            x, height + 0.08, ("alloc.", "reserved")[index], ha="right", va="bottom",
-            size=style.SMALL, color=theme.muted,
+            x, height + 0.08, quantity.head, ha="right", va="bottom", size=style.SMALL,
+            color=theme.muted,
         )  # fmt: skip
     _write_summary(canvas, pairs)
 
@@ -148,46 +158,55 @@ def _reach(worst: float) -> tuple[float, float]:
     """
     if worst <= 0.95 * _MIN_REACH:
         return _MIN_REACH, 0.5
-    tick = next(n * 10.0**p for p in range(-1, 9) for n in (1, 2, 5) if n * 10.0**p > 1.02 * worst)
+    ticks = (n * 10.0**power for power in range(-1, 9) for n in (1, 2, 5))  # 0.1, 0.2, 0.5, 1, ...
+    tick = next(tick for tick in ticks if tick > 1.02 * worst)
     return tick, tick
 
 
 def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Write the meaning of the markers, and the median and worst error of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
-        errors = [percent_off(*_peaks(pair, quantity)) for pair in pairs]
-        worst = max(pairs, key=lambda pair: abs(percent_off(*_peaks(pair, quantity))))
-        y = 1 - (1.42 + 0.34 * index) / style.HEIGHT
-        text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
+        middle = median(abs(_error(pair, quantity)) for pair in pairs)
+        worst = max(pairs, key=lambda pair: abs(_error(pair, quantity)))
+        text = f"{quantity.name}: median {middle:.3f} %, "
         text += f"worst {signed_percent(*_peaks(worst, quantity))}"
+        y = 1 - (1.42 + 0.34 * index) / style.HEIGHT  # share of the slide's height
         canvas.figure.text(
             (_ERRORS_LEFT + 0.35) / style.WIDTH, y, text, size=style.TICK, weight="bold",
-            va="center_baseline", gid=f"summary:{quantity}",
+            va="center_baseline", gid=f"summary:{quantity.field}",
         )  # fmt: skip
         canvas.figure.add_artist(
             Line2D(
-                [(_ERRORS_LEFT + 0.1) / style.WIDTH], [y], marker=_MARKERS[index],
+                [(_ERRORS_LEFT + 0.1) / style.WIDTH], [y], marker=quantity.marker,
                 markersize=13 - 2 * index, markeredgecolor="none",
                 markerfacecolor=canvas.theme.markers[index],
             )
         )  # fmt: skip
 
 
-def _peaks(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Return (predicted, measured) bytes of the field `quantity`. A prediction that is an interval
-    gives its value nearest to the measured one."""
-    predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
-    interval = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
+def _peaks(pair: Pair, quantity: _Quantity) -> tuple[int, int]:
+    """Return (predicted, measured) bytes of `quantity`. A prediction that is an interval gives its
+    value nearest to the measured one."""
+    prediction, _ = pair
+    predicted, measured = (getattr(report, quantity.field) for report in pair)
+    interval = prediction.intervals.get(quantity.name.removeprefix("peak "))
     if interval is not None and interval.low_bytes < interval.high_bytes:
         predicted = min(max(measured, interval.low_bytes), interval.high_bytes)
     return predicted, measured
 
 
-def _worst_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    def worst(index: int) -> float:
-        return max(abs(percent_off(*_peaks(pairs[index], q))) for q in _QUANTITIES)
+def _error(pair: Pair, quantity: _Quantity) -> float:
+    return percent_off(*_peaks(pair, quantity))
 
-    indices = sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS]
+
+def _worst_error(pair: Pair) -> float:
+    return max(abs(_error(pair, quantity)) for quantity in _QUANTITIES)
+
+
+def _worst_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the `MAX_ROWS` pairs with the largest errors, in the order of `pairs`."""
+    errors = list(map(_worst_error, pairs))
+    indices = sorted(range(len(pairs)), key=errors.__getitem__, reverse=True)[:MAX_ROWS]
     return [pairs[index] for index in sorted(indices)]
 
 
@@ -195,6 +214,9 @@ def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
     """Return the run's name and a tag: `(verdicts differ)`, else `(OOM)` if the measured run was
     out of memory, else none. The name is cut so that name and tag fit 3.4 inches at `size`
     points."""
-    tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
-    tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
+    tag = ""
+    if predicted.verdict is not measured.verdict:
+        tag = " (verdicts differ)"
+    elif measured.verdict is Outcome.OOM:
+        tag = " (OOM)"
     return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

@@ -14,7 +14,6 @@ from memest.plots.timeline import TEMPORARIES
 from memest.report.lecture import Chart, Series, Slide
 
 _CACHED = {True: "#6B7378", False: "#C4C4C4"}
-
 _AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6  # inches: numbers of an axis, names below, at the left
 
 

@@ -35,7 +35,6 @@ from memest.writing import write_whole, writing
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 _LINE = 1.2  # matplotlib's line spacing, in sizes of type
 _MAX_LETTERS = 250  # more never fit a line
-
 TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14  # points; a long list goes below `SMALL`
 WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; font sizes are in points of a slide program
 VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
@@ -106,9 +105,9 @@ def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str],
     text fits `inches` by `tall` inches, or 7 if none does."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         paragraphs = [wrapped(text, size, inches) for text in texts]
-        lines = [text.split("\n") for text in paragraphs]
-        is_low = max(map(len, lines), default=0) * size * _LINE / 72 <= tall
-        if is_low and all(text_width(line, size) <= inches for block in lines for line in block):
+        num_lines = max((text.count("\n") + 1 for text in paragraphs), default=0)
+        widths = [text_width(line, size) for text in paragraphs for line in text.split("\n")]
+        if num_lines * size * _LINE / 72 <= tall and max(widths, default=0.0) <= inches:
             break
     return paragraphs, size
 

@@ -21,7 +21,6 @@ TEMPORARIES = "#CC79A7"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # height of the strip that names the phases, inches
 _LABEL_INCHES = 0.34  # least height of an area with its name, inches
-
 _ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # used if there is little room
 _DRAWN = {
     **{kind: (kind,) for kind in (*style.KINDS[:-1], "temporaries")},

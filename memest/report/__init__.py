@@ -19,7 +19,6 @@ KINDS = (
     "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
     "batch", "workspace", "other",
 )  # fmt: skip
-
 WHY = {
     "params": "the weights",
     "grads": "one per trained parameter, from its backward to the next zero_grad",
@@ -34,10 +33,7 @@ WHY = {
     "other": "made before any model ran, and not part of one",
     "rounding": "requests round up to 512 B; up to 1 MiB of a large block is not split off",
 }
-
-
 SCHEMA = "memest.report/1"
-
 OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
 """Pattern of the names of operators, which distinguishes them from modules and lines."""
 
@@ -450,9 +446,6 @@ class Ending(StrEnum):
     RUNNING = "running"  # Still running
 
 
-_CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRow:
     """Bytes allocated at the peak for one owner: a module, a script line, or a kind of memory."""
@@ -599,7 +592,7 @@ class RunReport(Simulated, JsonReport):
     @property
     def is_cut_short(self) -> bool:
         """True if a crash, unsupported operation or user ended the script, or it still runs."""
-        return self.ending in _CUT_SHORT
+        return self.ending not in (Ending.FINISHED, Ending.STOPPED, Ending.OOM)
 
     @property
     def is_distributed(self) -> bool:

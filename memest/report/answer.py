@@ -23,7 +23,6 @@ _PHASE_WORDS = {
     "evaluation": "in an evaluation", "generation": "while text is generated",
 }  # fmt: skip
 _STEP = re.compile(r"\bstep (\d+)")
-
 _NAMED_PERCENT = 4.5  # smallest named share of the peak; smaller ones are part of the rest
 GOOD, TIGHT, BAD, OPEN, DIM, BOLD = "32;1", "35;1", "31;1", "33;1", "2", "1"
 """Colours of a terminal (ECMA-48, select graphic rendition)."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 12  # modules and lines in the text; JSON has all
 MAX_GUESSES = 12
-
 COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column of modules
 _ENDINGS = {
     Ending.FINISHED: "ran to its end",

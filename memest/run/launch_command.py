@@ -173,7 +173,6 @@ _READER_BY_COMMAND: dict[str, Callable[[list[str]], Launch]] = {
     "accelerate": _read_accelerate, "accelerate-launch": _read_accelerate_launch,
     "deepspeed": _read_deepspeed, "trl": _read_trl,
 }  # fmt: skip
-
 _READER_BY_MODULE: dict[str, Callable[[list[str]], Launch]] = {
     "torch.distributed.run": _read_torchrun,
     "torch.distributed.launch": partial(_read_torchrun, module="torch.distributed.launch"),

@@ -41,6 +41,39 @@ _PROBE = (
 _PROBE_TIMEOUT_S = 60.0
 _NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that hide every GPU
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+VARIABLE = "MEMEST_PREFLIGHT"
+"""Environment variable; `off`, `0`, `no` or `false` skips the check, `inside` marks a check."""
+
+INSIDE = "inside"
+_OFF = ("0", "off", "no", "false", INSIDE)
+_DONE = "MEMEST_PREFLIGHT_DONE"
+"""Variable that names the checked process and command, so that its children skip the check."""
+
+OTHERS_SHARE = 0.02  # share of the GPU from which other processes are mentioned
+ENDLESS = "32TiB"  # memory of a GPU on which everything fits, to measure the need of a script
+NO_SCRIPT = (
+    "there is no script to run, as in a notebook; the code within"
+    " `with memest.virtual_gpu(...):` is simulated"
+)
+_ENDS = (Ending.FINISHED, Ending.STOPPED)
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RULE = "-" * 80
+_BOOT = (
+    "import faulthandler, sys; faulthandler.dump_traceback_later({seconds}, exit=True); "
+    "sys.path.append({folder!r}); "
+    "from memest.cli import main; main()"
+)
+EIGHT_BIT_SHARE = 0.74
+"""Share of two float32 moments that bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per
+256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
+"""
+
+PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cut
+RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
+"""Programs that run code with arguments of their own, such as pytest."""
+
+_MEMEST = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(os.__file__).resolve().parent  # folder of Python's own library
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,32 +193,6 @@ def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | Non
     total = memory.total - memory.reserved
     name = nvml.nvmlDeviceGetName(handle)
     return DeviceAtHand(name, total, (major, minor), total - memory.used)
-
-
-VARIABLE = "MEMEST_PREFLIGHT"
-"""Environment variable; `off`, `0`, `no` or `false` skips the check, `inside` marks a check."""
-
-INSIDE = "inside"
-_OFF = ("0", "off", "no", "false", INSIDE)
-_DONE = "MEMEST_PREFLIGHT_DONE"
-"""Variable that names the checked process and command, so that its children skip the check."""
-
-OTHERS_SHARE = 0.02  # share of the GPU from which other processes are mentioned
-
-ENDLESS = "32TiB"  # memory of a GPU on which everything fits, to measure the need of a script
-
-NO_SCRIPT = (
-    "there is no script to run, as in a notebook; the code within"
-    " `with memest.virtual_gpu(...):` is simulated"
-)
-_ENDS = (Ending.FINISHED, Ending.STOPPED)
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_RULE = "-" * 80
-_BOOT = (
-    "import faulthandler, sys; faulthandler.dump_traceback_later({seconds}, exit=True); "
-    "sys.path.append({folder!r}); "
-    "from memest.cli import main; main()"
-)
 
 
 class Outcome(StrEnum):
@@ -459,13 +466,6 @@ def _gpu_text(device: DeviceAtHand) -> str:
 #
 # `memest run` can apply some of them without touching the script; the preflight tries those.
 
-EIGHT_BIT_SHARE = 0.74
-"""Share of two float32 moments that bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per
-256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
-"""
-
-PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cut
-
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
@@ -522,13 +522,6 @@ def render_suggestions(suggestions: Sequence[Suggestion]) -> list[str]:
     ]
     check = "estimated from the contents of the peak; check the changed script by `memest run`"
     return [*lines, check]
-
-
-RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
-"""Programs that run code with arguments of their own, such as pytest."""
-
-_MEMEST = Path(__file__).resolve().parents[1]
-_LIBRARY = Path(os.__file__).resolve().parent  # folder of Python's own library
 
 
 @dataclass(frozen=True, slots=True)

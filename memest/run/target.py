@@ -20,11 +20,9 @@ from memest.packages import is_in_packages
 from memest.writing import cache_folder
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
-
 UNREAD_LAUNCHERS = frozenset(("lightning", "fabric", "srun", "mpirun"))
 SHELL_SUFFIXES = frozenset((".sh", ".bash", ".slurm", ".sbatch"))
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
-
 LAUNCHER_MODULES = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
 """Modules that start the script in processes of their own, which would not see the virtual GPU."""
 
@@ -35,6 +33,25 @@ INSTALLED_BY = {
 """Install commands of packages with their own extra. LitGPT has two, since it requires a
 huggingface_hub that is too old for transformers 5.
 """
+
+OLDEST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
+PURE = ("click", "tqdm")
+"""Pure Python dependencies of `memest run`; the script's environment has NumPy and torch."""
+
+_PROBE = """
+import json, sys
+try:
+    from importlib.util import find_spec
+except ImportError:
+    find_spec = lambda name: None
+specs = [(name, find_spec(name)) for name in sys.argv[1:]]
+whole = [name for name, spec in specs if spec and spec.origin]
+print(json.dumps([sys.version_info[:2], sys.prefix, whole, [n for n, s in specs if s]]))
+"""
+"""Prints the version, the prefix, the packages that can be imported, and those with any file.
+Python 2 can run the code too."""
+
+_PROBE_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,25 +180,6 @@ class NoInput(io.TextIOBase):
 #
 # The script's interpreter runs memest from a folder of links at the front of `PYTHONPATH`: memest
 # itself, and those of `PURE` that the environment lacks.
-
-OLDEST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
-PURE = ("click", "tqdm")
-"""Pure Python dependencies of `memest run`; the script's environment has NumPy and torch."""
-
-_PROBE = """
-import json, sys
-try:
-    from importlib.util import find_spec
-except ImportError:
-    find_spec = lambda name: None
-specs = [(name, find_spec(name)) for name in sys.argv[1:]]
-whole = [name for name, spec in specs if spec and spec.origin]
-print(json.dumps([sys.version_info[:2], sys.prefix, whole, [n for n, s in specs if s]]))
-"""
-"""Prints the version, the prefix, the packages that can be imported, and those with any file.
-Python 2 can run the code too."""
-
-_PROBE_TIMEOUT_S = 60
 
 
 def active_environment() -> Path | None:

@@ -14,7 +14,6 @@ TOTALS = {
     "reserved": "peak_reserved_bytes",
     "process": "process_bytes",
 }
-
 TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 """Allowed error of a single run, per cent. `allocated` and `phase` follow from the event stream.
 `reserved` also depends on the driver's addresses, which a replay cannot see; `process` on the CUDA
@@ -22,7 +21,6 @@ context of another driver.
 """
 
 SLACK = 0.5  # percent by which one of several ranks may be outside the predicted interval
-
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to the byte
 
 

@@ -38,7 +38,6 @@ from memest.estimator.tensors.placement import tensors_in
 from memest.plan.reading import read_table
 
 Call = Callable[[], Any]
-
 HALF = torch.bfloat16
 NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, and counted steps
 MEASURED_US = 2000  # microseconds for which one case repeats, after two calls that are not timed
@@ -46,6 +45,14 @@ MOST_CALLS = 30  # most calls of one case that are queued at once
 HEATED_MS = 10  # milliseconds of training before each case, for realistic clocks
 SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
 NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
+SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
+"""Shapes of usual networks, and the calls that are measured on them.
+
+`models` are architectures of transformers whose launches take the host's usual time, with sizes.
+`layer` is a transformer's, about as large as BERT's. `adamw` has its ways: nine calls on lists of
+tensors, one call, or many on one tensor each. A family has `axes`, each with values or the name of
+a list, and `names` of tensors. A name and a step of `calls` have a function and its arguments.
+"""
 
 
 class Observer(TorchDispatchMode):
@@ -143,16 +150,6 @@ def checkpoint_times() -> dict[str, float]:
         "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts.values())),
     }
     return {name: max(0.0, us) for name, us in times.items()}
-
-
-SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
-"""Shapes of usual networks, and the calls that are measured on them.
-
-`models` are architectures of transformers whose launches take the host's usual time, with sizes.
-`layer` is a transformer's, about as large as BERT's. `adamw` has its ways: nine calls on lists of
-tensors, one call, or many on one tensor each. A family has `axes`, each with values or the name of
-a list, and `names` of tensors. A name and a step of `calls` have a function and its arguments.
-"""
 
 
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
