@@ -122,7 +122,7 @@ class Child:
         elif self._process is not None:
             self._process.kill()
         self.wait()
-        self._forget_answer()
+        self._delete_answer()
 
     def answer(self) -> Any:
         """Wait for the process to end; return the result of its function, or raise its
@@ -133,12 +133,12 @@ class Child:
                 raise DiedError(f"signal {-status}" if status < 0 else "no answer")
             succeeded, value = pickle.loads(Path(self._answer_file).read_bytes())
         finally:
-            self._forget_answer()
+            self._delete_answer()
         if not succeeded:
             raise value
         return value
 
-    def _forget_answer(self) -> None:
+    def _delete_answer(self) -> None:
         if self._answer_file:
             Path(self._answer_file).unlink(missing_ok=True)
 
@@ -169,7 +169,7 @@ def fork(run: Callable[[], object]) -> Child:
         run()
         leave(0)
     finally:
-        os._exit(70)  # nothing of the parent's may run in the child
+        os._exit(70)  # EX_SOFTWARE; nothing of the parent's may run in the child
 
 
 def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
@@ -287,7 +287,7 @@ def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
     if not CAN_FORK:
         yield lambda: None
         return
-    child = submit(partial(_do, work), output=SILENT)
+    child = submit(partial(_call_in_fork, work), output=SILENT)
 
     def result() -> T | None:
         with suppress(MemestError):
@@ -301,7 +301,7 @@ def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
         child.kill()
 
 
-def _do(work: Callable[[], T]) -> T:
+def _call_in_fork(work: Callable[[], T]) -> T:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it

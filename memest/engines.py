@@ -100,7 +100,8 @@ class Engine(ABC):
                 )
             )  # fmt: skip
 
-        pending, attempt = list(range(len(tasks))), 0
+        pending = list(range(len(tasks)))
+        attempt = 0
 
         def begins(position: int) -> None:
             if attempt == 0:
@@ -179,7 +180,7 @@ class _Death:
         )
 
 
-def _do(run: Callable[[T], R], task: T) -> R | _Failure:
+def _call_in_worker(run: Callable[[T], R], task: T) -> R | _Failure:
     """Return `run(task)`, called in a worker, or a `_Failure` with its error and traceback."""
     collect_seldom()
     try:
@@ -267,7 +268,7 @@ class _Worker:
             self._connection.send((run, task))
 
     def answer(self) -> Any:
-        """Return the task's outcome: what `_do` returned, or a `_Death` if the process ended."""
+        """Return the outcome of the task; a `_Death` if the process ended without a result."""
         with suppress(EOFError, ConnectionResetError):
             if self._connection.poll():
                 return self._connection.recv()
@@ -292,7 +293,7 @@ def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             run, task = connection.recv()
-            connection.send(_do(run, task))
+            connection.send(_call_in_worker(run, task))
     leave(0)
 
 
@@ -305,7 +306,7 @@ class Ray(Engine):
         import ray
 
         self._connect(ray)
-        remote = ray.remote(_do).options(num_cpus=1, num_gpus=self.gpus, max_retries=0)
+        remote = ray.remote(_call_in_worker).options(num_cpus=1, num_gpus=self.gpus, max_retries=0)
         limit = self.workers or len(tasks)
         waiting = iter(range(len(tasks)))
         running: dict[Any, int] = {}
@@ -316,7 +317,8 @@ class Ray(Engine):
                     running[remote.remote(run, tasks[index])] = index
                 if not running:
                     return
-                for reference in ray.wait(list(running))[0]:
+                ready, _ = ray.wait(list(running))
+                for reference in ready:
                     index = running.pop(reference)
                     try:
                         yield index, ray.get(reference)
@@ -337,10 +339,12 @@ class Ray(Engine):
             ray.init(**options)
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        gpus, workers = {} if self.gpus else {"num_gpus": 0}, self.workers
-        if workers and not self.gpus:  # a worker without a core gains nothing, and imports for 5 s
-            workers = min(workers, os.cpu_count() or 1)
-        ray.init("local", num_cpus=workers, include_dashboard=False, **gpus, **options)
+        workers = self.workers
+        if not self.gpus:
+            options["num_gpus"] = 0
+            if workers:  # a worker without a core gains nothing, and imports for 5 s
+                workers = min(workers, os.cpu_count() or 1)
+        ray.init("local", num_cpus=workers, include_dashboard=False, **options)
 
 
 class Slurm(Engine):
@@ -365,7 +369,7 @@ class Slurm(Engine):
             name="memest", timeout_min=MINUTES, cpus_per_task=1, gpus_per_node=self.gpus,
             slurm_array_parallelism=self.workers or max(1, len(tasks)),
         )  # fmt: skip
-        jobs = executor.map_array(partial(_do, run), tasks)
+        jobs = executor.map_array(partial(_call_in_worker, run), tasks)
         indices = {job: index for index, job in enumerate(jobs)}
         for index in indices.values():
             begins(index)
@@ -405,6 +409,6 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
 
 def collect_seldom() -> Callable[[], None]:
     """Run Python's cyclic garbage collector less often; return a function that undoes it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *thresholds[1:])
-    return partial(gc.set_threshold, *thresholds)
+    first, *others = gc.get_threshold()
+    gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *others)
+    return partial(gc.set_threshold, first, *others)

@@ -21,13 +21,13 @@ EXTRAS = {
 """Extra of pyproject.toml that brings a package; `memest doctor` looks for the first of each."""
 
 PLANS = ("transformers", "accelerate", "lightning", "peft")  # imported by the run of a plan
-_BY_NAME = {
+_COMMAND_BY_PACKAGE = {
     "bitsandbytes": "pip install bitsandbytes",
     "deepspeed": "pip install deepspeed",
     "flash_attn": "pip install flash-attn --no-build-isolation",
 }
-_FOLDERS = frozenset(("site-packages", "dist-packages"))
-_OURS = ("memest", "importlib", "runpy", "__main__")
+_PACKAGE_FOLDERS = frozenset(("site-packages", "dist-packages"))
+_NO_PACKAGES = ("memest", "importlib", "runpy", "__main__")  # modules of an import's other frames
 
 
 def require(*packages: str) -> None:
@@ -47,7 +47,9 @@ def is_in_packages(path: str | Path) -> bool:
     """Return whether `path` is inside a folder of installed packages: `site-packages`,
     `dist-packages` of Debian's Python, or a folder on `sys.path` made by `pip install --target`."""
     folders = (Path(path), *Path(path).parents)
-    return any(f.name in _FOLDERS or (str(f) in sys.path and _has_metadata(f)) for f in folders)
+    return any(
+        f.name in _PACKAGE_FOLDERS or (str(f) in sys.path and _has_metadata(f)) for f in folders
+    )
 
 
 @cache
@@ -63,9 +65,10 @@ def broken_package(error: BaseException) -> tuple[str, str] | None:
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name == "<module>"
     ]
-    name = next((m.partition(".")[0] for m in modules if not m.startswith(_OURS)), None)
-    if name is None:
+    module = next((module for module in modules if not module.startswith(_NO_PACKAGES)), None)
+    if module is None:
         return None
+    name, _, _ = module.partition(".")
     return f"the package `{name}` cannot be imported: {error}", _reinstall(name)
 
 
@@ -76,7 +79,7 @@ def _reinstall(package: str) -> str:
 def how_to_install(package: str) -> str:
     """Return the command that installs the optional `package`."""
     extra = EXTRAS.get(package, "validate")
-    return _BY_NAME.get(package, f"pip install 'memest-gpu[{extra}]'")
+    return _COMMAND_BY_PACKAGE.get(package, f"pip install 'memest-gpu[{extra}]'")
 
 
 def with_nvml(read: Callable[[Any], T]) -> T | None:

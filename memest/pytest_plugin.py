@@ -26,11 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--memest-update` and `--memest-fail-on-increase` to pytest's options."""
     group = parser.getgroup("memest", "GPU memory, on a virtual GPU")
     group.addoption("--memest-update", action="store_true", help=f"Store peaks in {PEAKS}.")
-    group.addoption(
-        "--memest-fail-on-increase",
-        action="store_true",
-        help=f"Fail tests whose peak is above the one in {PEAKS}.",
-    )
+    text = f"Fail tests whose peak is above the one in {PEAKS}."
+    group.addoption("--memest-fail-on-increase", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +50,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if "virtual_gpu" in names:
         names.remove("virtual_gpu")
-    outer_fixtures = [n for n in names if n in fixtures and fixtures[n][-1].scope != "function"]
-    names.insert(max((names.index(n) + 1 for n in outer_fixtures), default=0), "virtual_gpu")
+    outer_names = [n for n in names if n in fixtures and fixtures[n][-1].scope != "function"]
+    position = max((names.index(name) + 1 for name in outer_names), default=0)
+    names.insert(position, "virtual_gpu")
 
 
 @pytest.fixture
@@ -67,7 +65,8 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
     try:
         limit, gpu = _limit_and_gpu(request.node)
-        _ = limit and parse_bytes(limit)
+        if limit:
+            parse_bytes(limit)  # raises for an invalid limit
         simulation = simulate(gpu) if gpu else simulate()
     except MemestError as error:
         pytest.fail(f"{error}\nhint: {error.hint}", pytrace=False)
@@ -138,7 +137,8 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
         excess = format_bytes(needs - parse_bytes(limit))
         yield f"needs {format_bytes(needs)} on {report.gpu}, {excess} more than {limit}"
         yield from _peak_lines(report)
-        yield from ["grown since the stored peak:", *growth] if growth else []
+        if growth:
+            yield from ("grown since the stored peak:", *growth)
     if not config.getoption("memest_fail_on_increase"):
         return
     if old is None or old.gpu != report.gpu:
@@ -153,7 +153,8 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
     if any(after > before for _, before, after in pairs):
         yield "the peak grew: " + ", ".join(peaks_text(*pair) for pair in pairs)
         yield from growth
-        yield from [versions] if versions else []
+        if versions:
+            yield versions
 
 
 def _peak_of(report: "RunReport") -> "StoredPeak":

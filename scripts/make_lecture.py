@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
 
-from memest.cli.explore import LAB_GPUS
+from memest.cli.explore import lab_gpus
 from memest.estimator.search.sweep import explore
 from memest.plan.training_plan import read_suite
 from memest.report.explorer import explorer_data
@@ -44,7 +44,7 @@ def store_rows(rows: Rows, path: Path) -> None:
 
 def main(name: str = "lab-a100", jobs: int = 1) -> None:
     """Predict and store one suite."""
-    path, gpus = SUITES / f"{name}.yaml", LAB_GPUS["h100" if "h100" in name else ""]
+    path, gpus = SUITES / f"{name}.yaml", lab_gpus(name)
     rows = predicted_rows(path, gpus, jobs)
     presets = read_suite(path, {})
     models = list(dict.fromkeys(plan.model_name for plan in presets))

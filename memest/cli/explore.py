@@ -24,16 +24,17 @@ from memest.units import counted
 from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
-LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
-"""Default GPUs by a word in the suite's name: the suite's GPU, and one of the same chip."""
+
+def lab_gpus(name: str) -> tuple[str, str]:
+    """Return the default GPUs of the suite `name`: its own, and one of the same chip."""
+    return ("h100-80gb", "h200") if "h100" in name else ("a100-80gb", "a100-40gb")
 
 
 @main.command()
 @click.option(
-    "--suite",
+    "--suite", shell_complete=completes(list_suites),
     help="Models and tokens of a suite: lab-a100, or a file of plans.",
-    shell_complete=completes(list_suites),
-)
+)  # fmt: skip
 @options.models("Model; repeat for more. By default the lab's.")
 @options.gpus("GPU to choose; repeat for more. By default the suite's.")
 @click.option(
@@ -71,8 +72,7 @@ def explore(
         presets = read_suite(find_suite(suite or "lab-a100"), {})
         names = list(dict.fromkeys(plan.model_name for plan in presets))
         length = seq_len or mode(plan.seq_len for plan in presets)
-    word = "h100" if suite is not None and "h100" in suite else ""
-    gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
+    gpus = [find_gpu(name) for name in gpu or lab_gpus(suite or "")]
     num_plans = len(names) * len(SETTINGS) * len(sizes) * len(micro_batches)
     amount = f"{num_plans:,} plans of {counted(len(names), 'model')}"
     click.echo(f"predicting {amount}; `--model`, `--bs` and `--acc` make it fewer", err=True)
@@ -119,9 +119,8 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     make_folder(output)
     rows = None if gpus else stored_rows(path)
     if rows is None:
-        word = "h100" if "h100" in path.stem else ""
         with progress_bar():
-            rows = predicted_rows(path, gpus or LAB_GPUS[word], jobs)
+            rows = predicted_rows(path, gpus or lab_gpus(path.stem), jobs)
     for name, reason in rows.failed.items():
         click.echo(f"not in the slides: {name}: {reason}", err=True)
     from memest.plots.slides import pdf_bytes

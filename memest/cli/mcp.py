@@ -19,6 +19,7 @@ from memest.packages import require
 from memest.report import RunReport
 
 MAX_OUTPUT = 4000  # characters of a script's output in an answer, from its end
+MAX_LINES = 5  # lines of a command's output in an error, from its end
 
 
 @main.command()
@@ -34,14 +35,14 @@ def mcp() -> None:
 
     server = MCPServer("memest", version=__version__, log_level="WARNING")
     for tool in (run, predict, advise, gpus):
-        server.add_tool(_anticipated(tool))
+        server.add_tool(_with_hints(tool))
     try:
         server.run("stdio")
     except* (BrokenPipeError, KeyboardInterrupt):  # the client is gone, or ends the server
         pass
 
 
-def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _with_hints(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Wrap the server's `tool`: a `MemestError` reaches the agent as text, with its hint."""
 
     @wraps(tool)
@@ -57,13 +58,9 @@ def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
 
 async def run(
-    script: str,
-    arguments: list[str] | None = None,
-    gpu: str = "",
-    max_steps: int = 3,
-    folder: str = ".",
-    time_limit_s: float = 600.0,
-) -> dict[str, Any]:
+    script: str, arguments: list[str] | None = None, gpu: str = "", max_steps: int = 3,
+    folder: str = ".", time_limit_s: float = 600.0,
+) -> dict[str, Any]:  # fmt: skip
     """Run a training script on a virtual GPU and return its memory by kind, module and line.
 
     The script really runs, without a GPU: its other effects, such as written files, happen.
@@ -76,8 +73,10 @@ async def run(
         folder: working folder of the script.
         time_limit_s: seconds after which the run is given up.
     """
-    options = ["--no-input", "--max-steps", str(max_steps), *(["--gpu", gpu] if gpu else [])]
-    args = [*options, *script.split(" ", 1), *(arguments or [])]
+    options = ["--no-input", "--max-steps", str(max_steps)]
+    if gpu:
+        options += ["--gpu", gpu]
+    args = [*options, *script.split(" ", 1), *(arguments or [])]  # `-m MODULE` is two words
     code, text, output = await _memest("run", "--json", args, folder=folder, seconds=time_limit_s)
     if not text:
         raise _error_of(output)
@@ -158,5 +157,5 @@ def _error_of(text: str) -> MemestError:
     lines = text.strip().splitlines()
     errors = [line for line in lines if line.startswith("Error: ")]
     hint = next((line for line in reversed(lines) if line.startswith("hint: ")), "")
-    message = errors[-1] if errors else "\n".join(lines[-5:])
+    message = errors[-1] if errors else "\n".join(lines[-MAX_LINES:])
     return MemestError(message.removeprefix("Error: "), hint=hint.removeprefix("hint: "))

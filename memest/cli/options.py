@@ -170,10 +170,9 @@ _price = click.option(
     help="Price of a GPU for an hour, a YAML file (h100-80gb: 2.10) or a folder of gpuhunt.",
 )
 _epochs = click.option(
-    "--epochs",
-    type=click.FloatRange(0, min_open=True),
+    "--epochs", type=click.FloatRange(0, min_open=True),
     help="Epochs of the training, with --samples.",
-)
+)  # fmt: skip
 _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an epoch.")
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
 

@@ -142,28 +142,32 @@ def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
         columns = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
         fault = f"has no column `{missing[0]}`" if missing else "has no rows"
         raise PlanError(f"`{folder}` {fault}", hint=f"its columns are {columns}")
-    return _feed_of(rows, plan, _processor(config))
+    return _feed_of_captions(rows, plan, _processor(config))
 
 
-def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
+def _captioned_images(samples: Sequence[Any], processor: Any) -> Inputs:
+    pixels = processor.image_processor(
+        [sample["image"].convert("RGB") for sample in samples], return_tensors="pt"
+    )
+    text = processor.tokenizer(
+        [sample["text"] for sample in samples], padding="longest", max_length=MAX_CAPTION_TOKENS,
+        truncation=True, return_tensors="pt",
+    )  # fmt: skip
+    return {
+        "pixel_values": pixels["pixel_values"],
+        "input_ids": text["input_ids"],
+        "attention_mask": text["attention_mask"],
+        "labels": text["input_ids"].clone(),
+    }
+
+
+def _feed_of_captions(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
+    num_samples = plan.steps * plan.accumulate_grad_batches * plan.batch_size
     batches = []
-    for index in range(plan.steps * plan.accumulate_grad_batches):
-        first = index * plan.batch_size
-        samples = [rows[(first + i) % len(rows)] for i in range(plan.batch_size)]
-        pixels = processor.image_processor(
-            [row["image"].convert("RGB") for row in samples], return_tensors="pt"
-        )
-        text = processor.tokenizer(
-            [row["text"] for row in samples], padding="longest", max_length=MAX_CAPTION_TOKENS,
-            truncation=True, return_tensors="pt",
-        )  # fmt: skip
-        inputs = {
-            "pixel_values": pixels["pixel_values"],
-            "input_ids": text["input_ids"],
-            "attention_mask": text["attention_mask"],
-            "labels": text["input_ids"].clone(),
-        }
-        batches.append(_cast(inputs, plan))
+    for start in range(0, num_samples, plan.batch_size):
+        numbers = range(start, start + plan.batch_size)
+        samples = [rows[number % len(rows)] for number in numbers]  # a short data set repeats
+        batches.append(_cast(_captioned_images(samples, processor), plan))
     lengths = {batch["input_ids"].shape[1] for batch in batches}
     note = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
     return Feed(
@@ -247,7 +251,7 @@ def _processor(config: ModelConfig) -> Any:
     source = checkpoint_source(config)
     try:
         return AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
-    except Exception as error:  # see above
+    except Exception as error:  # Hub, disk and processor class raise different errors
         raise MemestError(
             f"the processor of `{source}` cannot be loaded: {error_text(error)}",
             hint="`--data` needs the model's own processor: a Hub id, or a folder that holds it",

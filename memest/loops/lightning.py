@@ -205,10 +205,11 @@ def fit(task: Task) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         **interval,
     )  # fmt: skip
-    trainer.fit(module, _numbers(num_batches), _numbers(plan.limit_val_batches))
+    trainer.fit(module, _number_loader(num_batches), _number_loader(plan.limit_val_batches))
 
 
-def _numbers(count: int) -> Any:
-    """Return a DataLoader of the numbers 0 to `count` - 1; None if `count` is 0."""
+def _number_loader(count: int) -> Any:
+    """Return a DataLoader of the numbers 0 to `count` - 1; None if `count` is 0. The module takes
+    the micro-batches from its task."""
     numbers: Any = range(count)
     return torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=0) if count else None

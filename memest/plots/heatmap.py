@@ -83,6 +83,8 @@ def plot_fits(
     rows = list(dict.fromkeys(row for row, _ in verdicts))
     columns = list(dict.fromkeys(column for _, column in verdicts))
     limits = sorted({verdict.limit_bytes for verdict in verdicts.values()})
+    usable = f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable"
+    gpus = ", ".join(map(gpu_label, gpu.split(", ")))
     verdict_words = {verdict.word for verdict in verdicts.values()}
 
     def cell(row: str, column: str, theme: Theme) -> _Cell:
@@ -101,13 +103,7 @@ def plot_fits(
         cell,
         words=(
             "What fits, and what is out of memory",
-            dotted(
-                *remarks,
-                ", ".join(map(gpu_label, gpu.split(", "))),
-                f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
-                f"GiB needed by {across}",
-                version_words(),
-            ),
+            dotted(*remarks, gpus, usable, f"GiB needed by {across}", version_words()),
         ),
         keys=[
             *zip(_shades(dark), ("empty", "half full", "full"), strict=True),
@@ -175,12 +171,11 @@ def _draw_cell(panel: Panel, position: tuple[int, int], cell: _Cell, size: float
     panel.fill(box, facecolor=cell.color, edgecolor="none", gid=f"cell:{i}:{j}")
     if cell.is_oom:
         panel.hatch(box, panel.theme.muted, zorder=2, gid=f"oom:{i}:{j}")
-    text = next(
-        (t for t in (cell.text, cell.short) if t and text_width(t, size, bold=True) + 0.06 < per_x),
-        "",
-    )
+    texts = [t for t in (cell.text, cell.short) if text_width(t, size, bold=True) + 0.06 < per_x]
+    text = texts[0] if texts else ""
     if cell.is_oom and text:
-        half, high = text_width(text, size, bold=True) / 2 / per_x + 0.05 / per_x, size / 72 / per_y
+        half = (text_width(text, size, bold=True) / 2 + 0.05) / per_x
+        high = size / 72 / per_y  # 72 points are an inch
         backdrop = (j + 0.5 - half, i + 0.5 - 0.65 * high, 2 * half, 1.3 * high)
         panel.fill(backdrop, facecolor=cell.color, zorder=3)
     panel.axes.text(

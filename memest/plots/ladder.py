@@ -20,6 +20,7 @@ from memest.plots.words import (
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
 
+_NO_LETTER = re.compile(r"\W|_")
 CACHED = "cached"  # reserved at the peak and not allocated
 UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were not predicted
 MAX_ROWS = 18  # rows above which the slide becomes taller instead of the type smaller
@@ -92,7 +93,8 @@ class _Layout:
     ) -> None:  # fmt: skip
         longest = max(report.needs_bytes for report in reports)
         self.gpus = gpus
-        self.drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or gpus[:1]
+        near = [(name, limit) for name, limit in gpus if limit <= _FAR * longest]
+        self.drawn = near or gpus[:1]
         self.lines = [limit / GIB for _, limit in self.drawn]
         span = 1.03 * max(longest, 1, *(limit for _, limit in self.drawn)) / GIB
         rows = min(len(reports), MAX_ROWS)
@@ -160,9 +162,10 @@ def plot_ladder(
 def _label(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
     """Return (experiment's name, settings), with tokens only if those of `reports` differ."""
     details = setting_words(report.plan)
-    model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
-    first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
-    if model and model != report.name and first not in re.sub(r"\W|_", "", model).casefold():
+    *_, model = str(report.plan.get("model_name", "")).split("/")
+    first_word, *_ = [*report.name.split(), ""]
+    is_named = _NO_LETTER.sub("", first_word.casefold()) in _NO_LETTER.sub("", model.casefold())
+    if model and model != report.name and not is_named:
         details.insert(0, model)
     if len({r.plan.get("seq_len") for r in reports}) > 1 and report.plan.get("seq_len"):
         details.append(f"{report.plan['seq_len']} tokens")
@@ -207,7 +210,7 @@ def _draw_bar(
 ) -> None:
     axes, theme = panel.axes, panel.theme
     limit, base = _own_limit(report, layout), 0.0
-    lines = [*layout.lines, *([limit] if limit is not None else [])]
+    lines = layout.lines if limit is None else [*layout.lines, limit]
     for kind, num_bytes in parts.items():
         length = num_bytes / GIB
         color = {UNKNOWN: theme.background, CACHED: theme.band[1], **theme.kinds}[kind]
@@ -248,14 +251,14 @@ def _limit_labels(
     Each label is in the lowest row with room. The axis has `per_gib` inches per GiB and ends at
     `edge` GiB."""
     labels: list[tuple[str, float, int]] = []
-    ends: list[float] = []  # of each level, in inches
+    ends: list[float] = []  # of the last label in each row, in inches
     for label, limit in gpus:
         text = f"{label}: {limit / GIB:.1f} GiB"
         half = text_width(text, style.VALUE, bold=True) / 2
         x = max(half, min(limit / GIB * per_gib, edge * per_gib - half))
-        level = next((i for i, end in enumerate(ends) if end + 0.15 < x - half), len(ends))
-        ends[level : level + 1] = [x + half]
-        labels.append((text, x / per_gib, level))
+        row = next((i for i, end in enumerate(ends) if end + 0.15 < x - half), len(ends))
+        ends[row : row + 1] = [x + half]  # adds a row if all are full
+        labels.append((text, x / per_gib, row))
     return labels
 
 
@@ -305,26 +308,24 @@ def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
 def _write_title(
     canvas: Canvas, reports: Sequence[Prediction], limits: Mapping[str, int], suite: str
 ) -> None:
-    multi_gpu = any((r.plan.get("devices") or 1) > 1 for r in reports)
+    has_several_gpus = any((report.plan.get("devices") or 1) > 1 for report in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
     suite_text = f" of {suite}" if suite else ""
-    nccl = max(  # memory that libraries of several GPUs use
-        (
-            limits[gpu] - verdict.limit_bytes
-            for report in reports
-            if not report.plan.get("memory_limit")
-            for name, verdict in report.verdicts.items()
-            if (gpu := gpu_label(name)) in limits
-        ),
-        default=0,
-    )
+    nccl_bytes = 0
+    for report in reports:
+        for name, verdict in report.verdicts.items():
+            limit = limits.get(gpu_label(name))
+            if limit is not None and not report.plan.get("memory_limit"):
+                nccl_bytes = max(nccl_bytes, limit - verdict.limit_bytes)
     subtitle = dotted(
         f"{len(reports)} {noun}{suite_text}, predicted for {gpu_words(reports)}",
         token_words(reports),
-        f"NCCL takes up to {nccl / GIB:.1f} GiB off each line" if nccl and multi_gpu else "",
+        f"NCCL takes up to {nccl_bytes / GIB:.1f} GiB off each line"
+        if nccl_bytes and has_several_gpus
+        else "",
         version_words(reports),
     )
-    subject = "each GPU" if multi_gpu else "the GPU"
+    subject = "each GPU" if has_several_gpus else "the GPU"
     canvas.write_title(f"What {subject} has to hold at the peak, GiB", subtitle)
 
 
@@ -389,9 +390,9 @@ def _draw_memory(panel: Panel, reports: Sequence[Prediction], gpu: str, size: fl
     margins = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
     low, high = min(0.0, *margins), max(0.0, *margins)
     room = max(text_width(f"{value:+.1f}", min(size, style.VALUE)) for value in margins) + 0.15
-    span = (high - low or 1.0) / (1 - room * (1 + (low < 0)) / panel.width)
-    per_inch = span / panel.width
-    axes.set_xlim(low - room * per_inch * (low < 0), high + room * per_inch)
+    left_room = room if low < 0 else 0.0
+    per_inch = (high - low or 1.0) / (panel.width - left_room - room)
+    axes.set_xlim(low - left_room * per_inch, high + room * per_inch)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     for row, (report, value) in enumerate(zip(reports, margins, strict=True)):
         word = report.verdicts[gpu].word
@@ -424,5 +425,5 @@ def _draw_time(panel: Panel, reports: Sequence[Prediction], gpu: str, size: floa
         alpha = 0.4 if is_oom else 1.0
         axes.barh(row, time.seconds, height=_TRADE_BAR, color=color, alpha=alpha, gid=f"time-{row}")
         axes.plot([time.low_seconds, time.high_seconds], [row, row], color=theme.ink, linewidth=1.6)
-        text = f" {time.seconds:.3g}" + " OOM" * is_oom
+        text = f" {time.seconds:.3g}{' OOM' if is_oom else ''}"
         axes.text(time.high_seconds, row, text, va="center", size=min(size, style.VALUE))

@@ -57,16 +57,14 @@ def changes(
     `before` and `after` are rows at the peak in two reports. Lines with the same text in the same
     file are one row, so that a line may move."""
     old, new = _sizes(before), _sizes(after)
-    candidates = [
-        Change(
-            name=name,
-            source=key[1],
-            before_bytes=old.get(key, ("", 0))[1],
-            after_bytes=new.get(key, ("", 0))[1],
-        )
-        for key, (name, _) in (old | new).items()
-    ]
-    changed = (change for change in candidates if change.added_bytes)
+    changed = []
+    for key, (name, _) in (old | new).items():
+        _, source = key
+        _, before_bytes = old.get(key, ("", 0))
+        _, after_bytes = new.get(key, ("", 0))
+        if before_bytes != after_bytes:
+            sizes = {"before_bytes": before_bytes, "after_bytes": after_bytes}
+            changed.append(Change(name=name, source=source, **sizes))
     return tuple(sorted(changed, key=lambda change: (-change.added_bytes, change.name)))
 
 
@@ -75,7 +73,8 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
     text) for a script line, and (kind of memory, "") for other rows."""
     sizes: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
-        key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
+        file, _, _ = row.kind.rpartition(":")  # `train.py:12` of a script line
+        key = (file, row.source) if row.source else (row.kind, "")
         name, size = sizes.get(key, (row.kind, 0))
         sizes[key] = name, size + row.num_bytes
     return sizes
@@ -192,11 +191,8 @@ def differences(
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
     by_name = {report.name: report for report in before}
-    pairs = [
-        Difference(before=by_name[report.name], after=report)
-        for report in after
-        if report.name in by_name
-    ]
+    named = [report for report in after if report.name in by_name]
+    pairs = [Difference(before=by_name[report.name], after=report) for report in named]
     if not pairs:
         raise PlanError("the files have no plan in common", hint="plans are compared by name")
     return pairs
@@ -270,7 +266,7 @@ def _results(
 ) -> Iterator[dict[str, Any]]:
     verdict = report.verdicts.get(report.gpu)
     if verdict is not None and verdict.verdict is Outcome.OOM:
-        place = verdict.at.rpartition(", ")[2]
+        *_, place = verdict.at.split(", ")
         yield _result("out-of-memory", "error", summary_line(report), place, folder)
     for change in difference.changes if difference else ():
         if change.added_bytes > 0:

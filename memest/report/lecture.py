@@ -308,16 +308,16 @@ class Lecture:
 
     def _frame_titles(self, row: Row, moments: Sequence[PhaseRow]) -> list[str]:
         before, forward, backward, step = moments
-        state = step.optimizer_bytes
         name = _optimizer(row.plan)
+        growth = f"{name} keeps no state"
+        if step.optimizer_bytes:
+            growth = f"The first step of {name} adds {_round(step.optimizer_bytes)} GiB of state"
         verdict = "barely fits" if row.verdict.word == "tight" else "fits"
         return [
             f"The weights take {_round(before.params_bytes)} GiB before anything runs",
             f"The forward saves {_round(forward.activations_bytes)} GiB for the backward",
             f"The backward leaves {_round(backward.grads_bytes)} GiB of gradients",
-            f"The first step of {name} adds {_round(state)} GiB of state"
-            if state
-            else f"{name} keeps no state",
+            growth,
             f"The peak needs {_round(row.needs_bytes)} GiB: {self.model(row.plan)} {verdict}",
         ]
 
@@ -393,14 +393,12 @@ def _held(moment: PhaseRow) -> dict[str, int]:
 
 
 def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:
-    formulas = (row.arithmetic.get(kind, "") for row in (before, after))
-    sizes = [
-        f"{gib(size)} GiB{f' = {formula}' * bool(formula)}"
-        for size, formula in zip(pair, formulas, strict=True)
-    ]
-    return (
-        f"{_NAMES.get(kind, kind)}: {sizes[0]}, then {sizes[1]}: {(pair[1] - pair[0]) / GIB:+.2f}"
-    )
+    texts = []
+    for row, size in zip((before, after), pair, strict=True):
+        formula = row.arithmetic.get(kind, "")
+        texts.append(f"{gib(size)} GiB = {formula}" if formula else f"{gib(size)} GiB")
+    old, new = pair
+    return f"{_NAMES.get(kind, kind)}: {', then '.join(texts)}: {(new - old) / GIB:+.2f}"
 
 
 def _round(num_bytes: int) -> str:
@@ -412,8 +410,8 @@ def _round(num_bytes: int) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Experiment of a lecture: its plan and predicted figures. `kinds` has bytes at the peak by
-    kind of memory. `arithmetic` has, by kind of memory, text with the computation of these bytes.
-    `is_cut` is True if the run ends early, out of memory; `kinds` are then those of that moment."""
+    kind of memory. `arithmetic` has, by kind of memory, text with the computation of these
+    bytes."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
@@ -449,9 +447,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Predicted experiments of a suite. `limits` has usable bytes by GPU name. `explorer` has the
-    data of an interactive page on the plans. `failed` is a dict of plans that could not be
-    predicted: the plan's label is the key, the reason is the value."""
+    """Predicted experiments of a suite. `failed` has the reason by label of a plan."""
 
     name: str
     rows: tuple[Row, ...]

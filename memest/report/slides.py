@@ -121,17 +121,17 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
         labels.number_format = f'[>={0.05 * chart.top:.2f}]0.0;""'  # too small for a number
         labels.number_format_is_linked = False
         ink = theme.ink if series.color == "between" else text_on(color)
-        labels.font.size, labels.font.color.rgb = (
-            Pt(11 if len(series.values) > 6 else 14),
-            _rgb(ink),
-        )
+        labels.font.size = Pt(11 if len(series.values) > 6 else 14)
+        labels.font.color.rgb = _rgb(ink)
 
 
 def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, float, float]) -> None:
     """Draw a labelled line at the GPU's memory limit over `chart` on `page`, a PowerPoint slide.
     `inner` is the plot area's (left, top, width, height) as shares of the chart's box."""
-    left, top = _BOX[0] + inner[0] * _BOX[2], _BOX[1] + inner[1] * _BOX[3]
-    width, height = inner[2] * _BOX[2], inner[3] * _BOX[3]
+    box_left, box_top, box_width, box_height = _BOX
+    left_share, top_share, width_share, height_share = inner
+    left, top = box_left + left_share * box_width, box_top + top_share * box_height
+    width, height = width_share * box_width, height_share * box_height
     share = chart.limit / round(chart.top, 2)
     if chart.is_upright:
         position = top + height * (1 - share)

@@ -158,14 +158,11 @@ def _read_deepspeed(arguments: list[str]) -> Launch:
         raise _without_number("--num_gpus")
     if args.no_python:
         raise _not_python()
+    local_rank = "" if args.no_local_rank else "--local_rank="  # deepspeed/launcher/launch.py
     return Launch(
-        args.user_script,
-        tuple(args.user_args),
-        args.module,
-        args.num_gpus,
-        max(1, args.num_nodes),
-        local_rank="" if args.no_local_rank else "--local_rank=",  # deepspeed/launcher/launch.py
-    )
+        args.user_script, tuple(args.user_args), args.module, num_local=args.num_gpus,
+        num_nodes=max(1, args.num_nodes), local_rank=local_rank,
+    )  # fmt: skip
 
 
 _READER_BY_COMMAND: dict[str, Callable[[list[str]], Launch]] = {

@@ -8,6 +8,7 @@ from memest.errors import PlanError, UnknownModelError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.report import Interval, Measurement, Outcome, PhaseRow, Prediction
+from memest.units import MIB
 
 TOTALS = {
     "allocated": "peak_allocated_bytes",
@@ -55,9 +56,8 @@ class Deviation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Differences between one experiment's prediction and its measurement. `totals` has a deviation
-    for each key of `TOTALS`, such as `reserved`. `phases` has one for the allocated bytes at each
-    phase. `states` has one for each phase and state (parameters, gradients, optimizer) whose bytes
-    differ. `residual` is text on where the error begins, or empty."""
+    for each key of `TOTALS`, such as `reserved`. `states` has one for each phase and state
+    (parameters, gradients, optimizer) whose bytes differ."""
 
     name: str
     measured: Measurement
@@ -82,8 +82,7 @@ class Comparison:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """Errors and verdicts of many experiments in total. The errors are in per cent, by key of
-    `TOTALS`, such as `reserved`; the key `phase` is for all phases. `verdicts` counts experiments
-    by (measured, predicted) verdict. `broken` has a line per figure outside its tolerance."""
+    `TOTALS`, such as `reserved`; the key `phase` is for all phases."""
 
     median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
     worst_percent: Mapping[str, float]  # largest error by total, signed
@@ -129,7 +128,7 @@ def summarise(
         median_percent={k: median(map(abs, v)) for k, v in errors.items() if v},
         worst_percent={k: max(v, key=abs) for k, v in errors.items() if v},
         verdicts=verdicts,
-        broken=tuple(line for c in comparisons for line in _broken(c, tolerances)),
+        broken=tuple(line for c in comparisons for line in _outside_tolerance(c, tolerances)),
     )
 
 
@@ -141,7 +140,7 @@ def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
         try:
             value = float(percent)
         except ValueError:
-            value = -1.0
+            value = -1.0  # refused below
         if name not in TOLERANCES or not 0 <= value < float("inf"):
             raise PlanError(
                 f"`--tolerance {item}` is not understood",
@@ -215,22 +214,21 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
     for predicted, measured in pairs:
         for key in previous:
             error = getattr(predicted, key) - getattr(measured, key)
-            if abs(error - previous[key]) > abs(largest):
-                largest, label, part = error - previous[key], _label(measured), key
+            change = error - previous[key]
+            if abs(change) > abs(largest):
+                largest, label, part = change, _label(measured), key.removesuffix("_bytes")
             previous[key] = error
-    if not label:
-        return ""
-    return f"{largest / 2**20:+.1f} MiB in {part.removesuffix('_bytes')} from {label} on"
+    return f"{largest / MIB:+.1f} MiB in {part} from {label} on" if label else ""
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
     """Return the allowed error in per cent, by name, such as `reserved`. It is that of `tolerances`
     in a run on one GPU. In a run on several GPUs, it is `SLACK` for every name."""
-    is_of_several = len(comparison.measured.ranks) > 1
-    return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
+    has_ranks = len(comparison.measured.ranks) > 1
+    return dict.fromkeys(tolerances, SLACK) if has_ranks else dict(tolerances)
 
 
-def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:
+def _outside_tolerance(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:
     allowed = allowed_percent(comparison, tolerances)
     lines = [
         f"{name} is off by {d.error_percent:+.2f} % (tolerance {allowed[name]:.3g} %)"

@@ -45,12 +45,10 @@ ACTIONS = {
 """Number of each action in a recording. `free_requested` marks a free that other streams defer."""
 
 MAX_ENTRIES = 4_000_000  # number of events above which torch drops the oldest
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
+_OOM_MESSAGES = (
+    "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-)
+)  # fmt: skip
 """Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
@@ -143,8 +141,10 @@ def _process_bytes(nvml: Any, index: int) -> int | None:
     """Return the bytes that NVML gives for this process on GPU `index`; None if unknown. A
     container may hide the process's id: the only process on the GPU is then taken for this one."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
-    mine = [p for p in processes if p.pid == os.getpid()] or processes
-    return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
+    own = [process for process in processes if process.pid == os.getpid()] or processes
+    if len(own) != 1 or own[0].usedGpuMemory is None:
+        return None
+    return int(own[0].usedGpuMemory)
 
 
 def _handle(nvml: Any, index: int) -> Any:
@@ -162,9 +162,9 @@ def sample_host(moment: str) -> dict[str, Any]:
     `RssAnon` and `RssShmem` are of this process. `pinned_allocated` is torch's pinned memory, which
     they may not include; it is there only if CUDA is open. `MemAvailable` is of the machine.
     """
-    of_process = _read("/proc/self/status", ("RssAnon", "RssShmem"))
-    of_machine = _read("/proc/meminfo", ("MemAvailable",))
-    return {"moment": moment, **of_process, **_pinned(), **of_machine}
+    of_process = _read_proc("/proc/self/status", ("RssAnon", "RssShmem"))
+    of_machine = _read_proc("/proc/meminfo", ("MemAvailable",))
+    return {"moment": moment, **of_process, **_pinned_bytes(), **of_machine}
 
 
 def _peak_host_bytes() -> int:
@@ -197,7 +197,9 @@ def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment
     highest = max(samples, key=_own_bytes)
     selection = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
-    return selection + ([] if any(s is highest for s in selection) else [highest])
+    if not any(sample is highest for sample in selection):
+        selection.append(highest)
+    return selection
 
 
 def _own_bytes(sample: dict[str, Any]) -> int:
@@ -205,21 +207,22 @@ def _own_bytes(sample: dict[str, Any]) -> int:
     return pinned + int(sample.get("RssAnon", 0))
 
 
-def _read(path: str, keys: Sequence[str]) -> dict[str, int]:
+def _read_proc(path: str, keys: Sequence[str]) -> dict[str, int]:
+    """Return {key: bytes} of lines such as `RssAnon: 2048 kB` in `path`; {} without the file."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {k: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
+    return {key: int(value.split()[0]) * 1024 for key, value in pairs if key in keys}
 
 
-def _pinned() -> dict[str, int]:
-    read = getattr(torch.cuda, "host_memory_stats", None)
-    if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _pinned_bytes() -> dict[str, int]:
+    read_stats = getattr(torch.cuda, "host_memory_stats", None)
+    if read_stats is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    stats, key = read(), "allocated_bytes.current"
-    return {"pinned_allocated": int(stats[key])} if key in stats else {}
+    num_bytes = read_stats().get("allocated_bytes.current")
+    return {} if num_bytes is None else {"pinned_allocated": int(num_bytes)}
 
 
 def file_stem(label: str) -> str:
@@ -275,23 +278,17 @@ def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
     events = [e for e in trace if e["action"] in ACTIONS]
     lowest = min((e["addr"] for e in events), default=0)
     streams: dict[int, int] = {}
-    rows = [
-        (
-            ACTIONS[e["action"]],
-            e["addr"] - lowest,
-            e["size"],
-            streams.setdefault(e.get("stream", 0), len(streams)),
-        )
-        for e in events
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    rows = []
+    for event in events:
+        stream = streams.setdefault(event.get("stream", 0), len(streams))
+        rows.append((ACTIONS[event["action"]], event["addr"] - lowest, event["size"], stream))
+    return np.array(rows, dtype=np.int64).reshape(-1, 4).T  # also for no events
 
 
 @dataclass(slots=True)
 class _Run:
     """State of a running experiment, from which a report can be made at any moment. `started` and
-    `ends` (of the steps) are seconds of `time.perf_counter`. `marks` has the number of allocator
-    events before each phase."""
+    `ends` are seconds of `time.perf_counter`."""
 
     job: Job
     device: Device
@@ -414,11 +411,12 @@ def run_experiment(
         fraction = memory_fraction(plan.memory_limit, device.memory_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, rank)
     if options.snapshots is not None and rank == 0:
-        deliver = _recorded(run, options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
+        path = options.snapshots / f"{file_stem(plan.label)}.npy.gz"
+        deliver = _record_events(run, path, deliver)
     execute(run, where=f"cuda:{rank}", deliver=deliver)
 
 
-def _recorded(
+def _record_events(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
     """Begin to record the allocator's events, and return `deliver` with a first step added. That
@@ -490,4 +488,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemestError):
         return False
     text = str(error)
-    return type(error).__name__ == "OutOfMemoryError" or any(t in text for t in _OUT_OF_MEMORY)
+    is_of_library = any(message in text for message in _OOM_MESSAGES)
+    return type(error).__name__ == "OutOfMemoryError" or is_of_library

@@ -104,12 +104,13 @@ def _optimizer_times() -> dict[str, float]:
         for _ in range(9):
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
+            # the second step is counted, since the first one allocates the states
             with Observer() if len(steps) == 1 else nullcontext() as observer:
                 steps.append(host_us(optimizer.step))
             zeros.append(host_us(optimizer.zero_grad))
             if observer is not None:
                 calls[name] = len(observer.found)
-        us[name] = statistics.median(steps[2:])  # the first step allocates the states
+        us[name] = statistics.median(steps[2:])
     list_us = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
     step_us = us["fused"] - list_us
     totals = {"list": list_us, "step": step_us, "zero_grad": statistics.median(zeros)}
@@ -215,13 +216,13 @@ def counts_and_step(
     returns the host's seconds of the forward and of the backward."""
     optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
-    def run(*modes: Any) -> tuple[float, ...]:
+    def run(forward_mode: Any, backward_mode: Any) -> tuple[float, ...]:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        with modes[0], torch.autocast("cuda", HALF, enabled=is_autocast):
+        with forward_mode, torch.autocast("cuda", HALF, enabled=is_autocast):
             loss: Any = model(x).last_hidden_state.float().sum()
         middle = time.perf_counter()
-        with modes[1]:
+        with backward_mode:
             loss.backward()
         ended = time.perf_counter()
         optimizer.step()
@@ -310,10 +311,10 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
         single_us = elapsed_us(call, 3, launch_us)
         heat()
         count = max(3, min(MOST_CALLS, int(MEASURED_US / single_us)))
-        us = min(
-            elapsed_us(call, count, launch_us) for _ in range(3)
-        )  # pauses of the host only add
-    return observer.found[0], us, max(0.0, first - second)
+        # pauses of the host only add
+        us = min(elapsed_us(call, count, launch_us) for _ in range(3))
+    (work,) = observer.found
+    return work, us, max(0.0, first - second)
 
 
 def heater() -> Callable[[], None]:
@@ -330,7 +331,7 @@ def heater() -> Callable[[], None]:
                 layers(x).sum().backward()
             torch.cuda.synchronize()
 
-    heat(3000)
+    heat(3000)  # 3 s at first, for a cold GPU
     return heat
 
 
@@ -359,11 +360,12 @@ def random(
     return torch.randn(shape, device="cuda", dtype=drawn_dtype).to(dtype).to(memory_format=layout)
 
 
-def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
+def weights_of(
+    name: str, dtype: torch.dtype, hidden: int, num_layers: int, bidirectional: bool
+) -> list[Tensor]:
     """Return the weights of `nn.NAME`, such as `LSTM`, on the GPU, as ordered by `parameters()`.
-    Inputs and states have `hidden` features. `options` are two: the number of layers, and whether
-    the network is bidirectional."""
-    network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
+    Inputs and states have `hidden` features."""
+    network = getattr(nn, name)(hidden, hidden, num_layers, bidirectional=bidirectional)
     return [parameter.detach().to("cuda", dtype) for parameter in network.parameters()]
 
 

@@ -1,6 +1,7 @@
 """Files of measured results, and of suites (lists of plans)."""
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from memest.report import Measurement, Outcome, read_measurements
 from memest.writing import write_whole, writing
 
 SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
-_OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, not the plan
+_DATA_KEYS = ("seq_len", "image_size", "padded")  # keys set by the data set, not the plan
 SUITE_DIR = Path(__file__).with_name("suites")
 
 
@@ -56,7 +57,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         path.open("ab").close()
         if not path.stat().st_size:
             return []
@@ -90,7 +91,7 @@ def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
         from_data = measurement.device.get("data", "synthetic") != "synthetic"
-        ignored = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
+        ignored = {"gpu", "gpu_memory", *(_DATA_KEYS if from_data else ())}
         for key, requested in plan.to_dict().items():
             actual = measurement.plan.get(key, defaults[key])  # older results lack newer keys
             if requested is not None and key not in ignored and actual != requested:

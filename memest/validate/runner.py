@@ -43,7 +43,7 @@ from memest.writing import write_whole
 # A rank with a report waits until all have one, because others may still read its memory.
 
 POLL_S = 0.02
-_OF_EACH_RANK = (
+_RANK_KEYS = (
     "setup_peak_allocated_bytes", "setup_peak_reserved_bytes", "host_samples", "event_marks",
 )  # fmt: skip
 """Keys of a rank's `device` that the merged report has in `ranks`."""
@@ -114,7 +114,7 @@ def merge(measured: Sequence[Measurement]) -> Measurement:
     )
     return dataclasses.replace(
         worst,
-        device={k: v for k, v in worst.device.items() if k not in _OF_EACH_RANK},
+        device={k: v for k, v in worst.device.items() if k not in _RANK_KEYS},
         host_bytes=sum(m.host_bytes for m in measured),
         ranks=tuple(_figures(m) for m in sorted(measured, key=_rank)),
     )
@@ -130,12 +130,13 @@ def _figures(measured: Measurement) -> dict[str, Any]:
         "rank": _rank(measured),
         "verdict": str(measured.verdict),
         **{key: getattr(measured, key) for key in keys},
-        **{key: measured.device[key] for key in _OF_EACH_RANK if key in measured.device},
+        **{key: measured.device[key] for key in _RANK_KEYS if key in measured.device},
     }
 
 
 def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> list[Measurement]:
-    deadline = float("inf")
+    """Return the reports that the ranks `children` write to `paths`, as `run_ranks` does."""
+    deadline = float("inf")  # earlier once a rank is out of memory
     reports: dict[int, Measurement] = {}
     while True:
         ended = {rank for rank, child in enumerate(children) if child.poll() is not None}
@@ -144,10 +145,11 @@ def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> 
                 reports[rank] = measured
         if len(reports) == len(paths) or time.monotonic() >= deadline:
             return list(reports.values())
-        if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in reports.values()):
-            deadline = time.monotonic() + OOM_GRACE_S
+        has_oom = any(report.verdict is Outcome.OOM for report in reports.values())
+        if has_oom:
+            deadline = min(deadline, time.monotonic() + OOM_GRACE_S)
         time.sleep(POLL_S)  # an ended rank may hang its peers
-        if deadline == float("inf") and ended - reports.keys():
+        if not has_oom and ended - reports.keys():
             for rank, child in enumerate(children):
                 if child.poll() is not None and Measurement.read(paths[rank]) is None:
                     _print_log(rank, folder)
@@ -237,14 +239,14 @@ def call_in_child(function: Callable[[], T]) -> T:
         MemestError: `function` raised an error, whose text is the message, or its process died.
     """
     try:
-        return submit(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
+        return submit(partial(_with_memest_errors, function)).answer()  # type: ignore[no-any-return]
     except DiedError as error:
         raise MemestError(
             "a child process ended without a result", hint="see the system's log"
         ) from error
 
 
-def _or_error(function: Callable[[], T]) -> T:
+def _with_memest_errors(function: Callable[[], T]) -> T:
     try:
         return function()
     except MemestError:
@@ -297,16 +299,14 @@ def validate(
     completed = results_file.prepare(results, resume=resume)
     pending = [plan for plan in plans if not results_file.is_done(plan, completed)]
     options = options or RunOptions()
+    if start is None and engine != "local":
+        start = partial(start_experiment, is_copy=False)
     for plan in pending:
         resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     measure = partial(
-        _measure,
-        logs=_logs(results.absolute()),
-        device=device,
-        timeout_s=timeout_s,
-        options=options,
-        start=start or (None if engine == "local" else partial(start_experiment, is_copy=False)),
-    )
+        _measure, logs=_logs(results.absolute()), device=device, timeout_s=timeout_s,
+        options=options, start=start,
+    )  # fmt: skip
     reports = {m.name: m for m in completed}
 
     def store(event: Event) -> None:
@@ -317,8 +317,8 @@ def validate(
     with watched(store):
         for runner, members in _parts(pending, engine, workers, device):
             runner.map(
-                measure, members, died=lambda plan, error: _unfinished(device, plan, str(error)),
-                label=lambda plan: plan.label,
+                measure, members, label=lambda plan: plan.label,
+                died=lambda plan, error: _failed_measurement(device, plan, str(error)),
             )  # fmt: skip
     with suppress(OSError):  # not there, or holds logs of failed runs
         _logs(results).rmdir()
@@ -354,16 +354,17 @@ def _parts(
         return
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     visible = names or [str(index) for index in range(device.num_devices)]
-    if (workers or 1) > len(visible):
+    num_workers = workers or len(visible)
+    if num_workers > len(visible):
         raise PlanError(
             f"`--workers {workers}` is more than the {len(visible)} GPUs of this machine",
             hint="each experiment has a GPU of its own; leave `--workers` out",
         )
-    if (workers or len(visible)) == 1:
+    if num_workers == 1:
         yield Local(workers=1), list(plans)
         return
     shared = [plan for plan in plans if not _is_alone(plan)]
-    yield Local(workers=workers or len(visible), visible=visible), shared
+    yield Local(workers=num_workers, visible=visible), shared
     yield Local(workers=1), [plan for plan in plans if _is_alone(plan)]
 
 
@@ -434,7 +435,7 @@ def _measure(
     in the folder `logs`. `start` is as in `validate`."""
     refusal = _refusal(device, plan)
     if refusal:
-        return _unfinished(device, plan, f"{SKIPPED}{refusal}")
+        return _failed_measurement(device, plan, f"{SKIPPED}{refusal}")
     log = logs / f"{file_stem(plan.label)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     if start is None:
@@ -449,8 +450,8 @@ def _measure(
     if measured is not None:
         log.unlink(missing_ok=True)
         return measured
-    note = f"{ending}: {_tail(log)} (log: {log.parent.name}/{log.name})"
-    return _unfinished(device, plan, note, time.monotonic() - started)
+    note = f"{ending}: {_last_lines(log)} (log: {log.parent.name}/{log.name})"
+    return _failed_measurement(device, plan, note, time.monotonic() - started)
 
 
 def _wait(child: Child, timeout_s: float) -> str:
@@ -522,7 +523,7 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
-def _unfinished(
+def _failed_measurement(
     device: Device, plan: TrainingPlan, note: str, elapsed_s: float = 0.0
 ) -> Measurement:
     return Measurement(
@@ -537,7 +538,7 @@ def _logs(results: Path) -> Path:
     return results.with_name(f"{results.stem}.logs")
 
 
-def _tail(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
