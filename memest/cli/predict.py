@@ -185,7 +185,7 @@ def advise(
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
     plan_values = given_only(flags)
-    plan = read_plans(config, None, plan_values, tries_lora=True)[0]
+    (plan,) = read_plans(config, None, plan_values, tries_lora=True)
     num_gpus = len(plan.gpu)
     if plan.gpu_memory is not None:
         num_gpus += 1

@@ -57,7 +57,7 @@ def max_batch(
             f"`{key}` is given, but the command searches for it",
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
-    plan = read_plans(config, None, plan_values, tries_lora=all_techniques)[0]
+    (plan,) = read_plans(config, None, plan_values, tries_lora=all_techniques)
     gpus = target_gpus(plan)
     check_name(plan.model_name)
     from memest.estimator.search.largest import largest, largest_of_all
@@ -206,8 +206,8 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
         if script:
             report: SimulatedReport = _run_script(script, names, plan_values)
         else:
-            plan = replace(read_plans(None, None, plan_values)[0], gpu=names)
-            report = predict(plan, jobs=os.cpu_count() or 1)
+            (plan,) = read_plans(None, None, plan_values)
+            report = predict(replace(plan, gpu=names), jobs=os.cpu_count() or 1)
     training = whole.of(report.plan)
 
     def cost(gpu: str) -> tuple[float, float]:

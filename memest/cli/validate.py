@@ -106,8 +106,10 @@ def _measure_pace(path: Path) -> int:
 
     device = detect_device()
     pace = measure(MAX_PACE_SECONDS, partial(write, path))
-    rows = sum(len(rows) for rows in pace["kernels"].values())
-    click.echo(f"{device.name}: {rows} calls of {len(pace['kernels'])} kinds -> {path}", err=True)
+    num_rows = sum(len(rows) for rows in pace["kernels"].values())
+    click.echo(
+        f"{device.name}: {num_rows} calls of {len(pace['kernels'])} kinds -> {path}", err=True
+    )
     click.echo(f"estimates take these times with MEMEST_PACE={path}", err=True)
     for failure in pace.get("failed", ()):
         click.echo(f"note: not measured: {failure}", err=True)
@@ -127,7 +129,7 @@ def _validation_rows(
         suite = suite or suite_for_device(device.name, device.memory_bytes)
         path = find_suite(suite)
         return read_suite(path, plan_values), path.stem
-    plan = read_plans(config, None if suite is None else Path(suite), plan_values)[0]
+    (plan,) = read_plans(config, None if suite is None else Path(suite), plan_values)
     return [plan], file_stem(plan.label)
 
 

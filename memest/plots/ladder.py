@@ -18,7 +18,7 @@ from memest.plots.words import (
     version_words,
 )
 from memest.report import Outcome, Prediction, StepTime
-from memest.units import GIB
+from memest.units import GIB, counted
 
 _NO_LETTER = re.compile(r"\W|_")
 CACHED = "cached"  # reserved at the peak and not allocated
@@ -309,20 +309,19 @@ def _write_title(
     canvas: Canvas, reports: Sequence[Prediction], limits: Mapping[str, int], suite: str
 ) -> None:
     has_several_gpus = any((report.plan.get("devices") or 1) > 1 for report in reports)
-    noun = "experiment" if len(reports) == 1 else "experiments"
     suite_text = f" of {suite}" if suite else ""
-    nccl_bytes = 0
+    nccl, nccl_bytes = "", 0
     for report in reports:
         for name, verdict in report.verdicts.items():
             limit = limits.get(gpu_label(name))
             if limit is not None and not report.plan.get("memory_limit"):
                 nccl_bytes = max(nccl_bytes, limit - verdict.limit_bytes)
+    if nccl_bytes and has_several_gpus:
+        nccl = f"NCCL takes up to {nccl_bytes / GIB:.1f} GiB off each line"
     subtitle = dotted(
-        f"{len(reports)} {noun}{suite_text}, predicted for {gpu_words(reports)}",
+        f"{counted(len(reports), 'experiment')}{suite_text}, predicted for {gpu_words(reports)}",
         token_words(reports),
-        f"NCCL takes up to {nccl_bytes / GIB:.1f} GiB off each line"
-        if nccl_bytes and has_several_gpus
-        else "",
+        nccl,
         version_words(reports),
     )
     subject = "each GPU" if has_several_gpus else "the GPU"

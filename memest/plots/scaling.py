@@ -437,7 +437,7 @@ def _draw_step_limit(
     """Draw the line of `limit_bytes`, if it is on the axes. Its label has the GPU of `report`. The
     label is at one end of the line, over or under it, where it hides the fewest points of
     `runs`."""
-    top = panel.axes.get_ylim()[1]
+    _, top = panel.axes.get_ylim()
     if limit_bytes / GIB > top:
         return
     across, up = panel.width / len(runs[0].reserved), panel.height / (GIB * top)
@@ -449,7 +449,7 @@ def _draw_step_limit(
 def _draw_step_column(panel: Panel, runs: Sequence[Growth]) -> None:
     """Write each setting and its highest reserved GiB next to the end of its line."""
     width, height = panel.width, panel.height
-    top = panel.axes.get_ylim()[1]
+    _, top = panel.axes.get_ylim()
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])
     ends = [runs[i].reserved[-1] / GIB / top * height for i in order]
     positions = spread(ends, min(_STEPS_BLOCK, height / len(runs)), height)

@@ -12,7 +12,7 @@ from memest.plots import style, words
 from memest.plots.style import Canvas, require, shortened, slide, text_width
 from memest.plots.words import MINUS, percent_off, signed_percent
 from memest.report import Measurement, Outcome, Prediction
-from memest.units import GIB
+from memest.units import GIB, counted
 
 Pair = tuple[Prediction, Measurement]
 BANDS = (2.0, 0.5)  # per cent: the largest allowed error of reserved and of allocated
@@ -66,10 +66,11 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
 def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     num_drawn = len(predicted)
     has_intervals = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
-    noun = "experiment" if num_drawn == 1 else "experiments"
+
     selection = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
+    experiments = f"{counted(num_drawn, 'experiment')}{selection}"
     return words.dotted(
-        f"{num_drawn} {noun}{selection}", words.gpu_words(predicted), words.token_words(predicted),
+        experiments, words.gpu_words(predicted), words.token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
         "off the interval" if has_intervals else "",
         f"{left_out} without a measurement left out" if left_out else "",

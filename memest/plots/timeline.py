@@ -125,14 +125,14 @@ def _room_for(
     is where the edges are furthest apart over the width of `text`."""
     width = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, center = _LABEL_INCHES / panel.per_y, None
-    for start in range(0, len(columns), max(1, len(columns) // 100)):
+    for start in range(0, len(columns), max(1, len(columns) // 100)):  # at most 200 places
         stop = start
         while stop < len(columns) and columns[stop] < columns[start] + width:
             stop += 1
         if stop == len(columns):
             break
         floor, ceiling = max(lower[start:stop]), min(upper[start:stop])
-        if ceiling - floor > 1.02 * best:
+        if ceiling - floor > 1.02 * best:  # among equals, the first
             best, center = ceiling - floor, (columns[start] + width / 2, (floor + ceiling) / 2)
     return center
 
@@ -163,11 +163,11 @@ def _draw_spans(panel: Panel, spans: Sequence[PhaseSpan]) -> None:
 def _mark_peak(panel: Panel, timeline: Timeline) -> None:
     """Label the peak with its size and cause, or with the failed request if out of memory."""
     axes, theme = panel.axes, panel.theme
-    peak, top = timeline.total(timeline.peak) / GIB, axes.get_ylim()[1]
-    edge = axes.get_xlim()[1]
+    peak = timeline.total(timeline.peak) / GIB
+    (_, edge), (_, top) = axes.get_xlim(), axes.get_ylim()
     text = f"peak {peak:.2f} GiB"
     is_left = timeline.peak < edge / 2
-    room = panel.width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
+    room = panel.width * max(timeline.peak, edge - timeline.peak) / edge - 0.2
     location = shortened(timeline.where, style.VALUE, room) if timeline.where else ""
     if timeline.refused_bytes:
         text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were requested"

@@ -47,40 +47,41 @@ def explorer_data(
     `tokens` is text on the inputs, such as `512 tokens`. `presets` are plans to choose by name;
     those that are not among `points` are left out.
     """
-    values = {name: _values(points, get) for name, (_, get) in _AXES.items()}
-    axes = {
-        name: {"title": _AXES[name][0], "values": options, "labels": [_label(v) for v in options]}
-        for name, options in values.items()
-    }
+    settings = [_settings(point.plan) for point in points]
+    axes: dict[str, dict[str, Any]] = {}
+    for name, (title, _) in _AXES.items():
+        values = _axis_values([row[name] for row in settings])
+        axes[name] = {"title": title, "values": values, "labels": [_label(v) for v in values]}
     gpus = list(limits)
-    axes["gpu"] = {"title": "GPU", "values": gpus, "labels": gpus}
     seq_len = points[0].plan.seq_len
+    choices = {_choices(point.plan) for point in points}
     return {
-        "axes": axes,
-        "start": {name: get(points[0].plan) for name, (_, get) in _AXES.items()} | {"gpu": gpus[0]},
+        "axes": axes | {"gpu": {"title": "GPU", "values": gpus, "labels": gpus}},
+        "start": settings[0] | {"gpu": gpus[0]},
         "kinds": list(KINDS),
         "limits": limits,
         "flags": "" if seq_len is None else f" --seq-len {seq_len}",
         "facts": f"{len(points)} plans, {tokens}; predicted by memest {__version__}, to be played "
         "with by mouse, keyboard or link.",
-        "presets": {
-            plan.label: {name: get(plan) for name, (_, get) in _AXES.items()}
-            for plan in presets
-            if _choices(plan) in {_choices(point.plan) for point in points}
-        },
+        "presets": {plan.label: _settings(plan) for plan in presets if _choices(plan) in choices},
         "points": {
-            ".".join(str(values[name].index(get(p.plan))) for name, (_, get) in _AXES.items()): {
-                "kinds": list(p.kinds.values()),
-                "why": list(p.arithmetic.values()),
-                "phases": p.phases,
+            ".".join(str(axes[name]["values"].index(value)) for name, value in row.items()): {
+                "kinds": list(point.kinds.values()),
+                "why": list(point.arithmetic.values()),
+                "phases": point.phases,
                 "gpus": [
                     [v.word, v.needs_bytes, v.reserved_bytes, v.spread_bytes]
-                    for v in (p.verdicts[gpu] for gpu in gpus)
+                    for v in map(point.verdicts.__getitem__, gpus)
                 ],
             }
-            for p in points
+            for row, point in zip(settings, points, strict=True)
         },
     }
+
+
+def _settings(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the value of `plan` on each of `_AXES`."""
+    return {name: get(plan) for name, (_, get) in _AXES.items()}
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
@@ -88,13 +89,15 @@ def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
     `_AXES`, in its order: model, batch, accumulation and so on. Then come the LoRA rank (None
     without LoRA), the sequence length, and the strategy."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
-    return *(get(plan) for _, get in _AXES.values()), lora_r, plan.seq_len, plan.strategy
+    return *_settings(plan).values(), lora_r, plan.seq_len, plan.strategy
 
 
-def _values(points: Sequence[Explored], get: Any) -> list[Any]:
-    values = list(dict.fromkeys(get(point.plan) for point in points))
-    return sorted(values) if all(isinstance(value, int) for value in values) else values
+def _axis_values(values: Sequence[Any]) -> list[Any]:
+    unique = list(dict.fromkeys(values))
+    return sorted(unique) if all(isinstance(value, int) for value in unique) else unique
 
 
 def _label(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else escape(str(value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return escape(str(value))

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from memest.errors import MemestError
+from memest.errors import MemestError, raise_if_all_failed
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
 from memest.estimator.search.many_plans import partition, predict_each
@@ -488,8 +488,8 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     plans = read_suite(path, {})
     results = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, results)
-    if not predicted:
-        raise failed[0][1]
+    raise_if_all_failed(results)
+    (_, first_report), *_ = predicted
     rows, points = [], []
     for plan, report in predicted:
         figures = (report.terms, report.unlimited_reserved_bytes, report.phases, report.verdicts)
@@ -507,7 +507,7 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     lengths = {plan.seq_len for plan in plans}
     tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens of each row"
     return Rows(
-        name=path.stem, rows=tuple(rows), versions=predicted[0][1].versions, limits=limits,
+        name=path.stem, rows=tuple(rows), versions=first_report.versions, limits=limits,
         explorer=explorer_data(points, limits, tokens=tokens, presets=plans),
         failed={plan.label: str(error) for plan, error in failed},
     )  # fmt: skip

@@ -33,7 +33,7 @@ _POLICY = (
 )
 """Content security policy of a page, which allows only this script."""
 
-_OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
+_COLOURED_KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
 """Kinds with a color in the page's style."""
 
 RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
@@ -50,7 +50,9 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
             f" {MAX_BLOCKS:,}, so this page has no timeline; --snapshot writes all of them.</p>"
         )
     data = step_data(recording, step) | {"limit_bytes": limit_bytes, "gpu": gpu}
-    lines = {place[4] for place in data["sites"]} | {place[5] for place in data["sites"]}
+    lines: set[str] = set()
+    for *_, line, caller in data["sites"]:
+        lines.update((line, caller))
     data["sources"] = {line: text for line, text in sources.items() if line in lines}
     values = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (_FOLDER / "instrument.html").read_text(encoding="utf-8").replace("__DATA__", values)
@@ -147,7 +149,9 @@ def fragment(report: SimulatedReport) -> str:
         [name, v.word, gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
-    tables, head = [contents, verdicts], [" ".join(heading(report)[0].split())]
+    tables = [contents, verdicts]
+    title, *_ = heading(report)
+    head = [" ".join(title.split())]
     if report.is_script:
         tables.insert(1, _line_rows(report.lines[:8], unit))
         warnings = [f"warning: {line}" for line in report.warnings]
@@ -236,7 +240,7 @@ def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
 
 
 def _facts(report: SimulatedReport) -> str:
-    facts = [fact for line in heading(report) for fact in line.split("  ")][1:]
+    _, *facts = (fact for line in heading(report) for fact in line.split("  "))  # no name
     if report.is_distributed and not report.is_script:
         facts.append("every figure is of one GPU")
     return " · ".join(facts)
@@ -245,7 +249,7 @@ def _facts(report: SimulatedReport) -> str:
 def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
     """Return rows (kind of memory, share of the peak, GiB as text), for a coloured bar. The last
     row, `rest`, is the sum of all kinds that have no colour of their own on the page."""
-    parts = dict.fromkeys(_OWN_COLOUR, 0)
+    parts = dict.fromkeys(_COLOURED_KINDS, 0)
     for term in report.terms:
         if term.kind in parts:
             parts[term.kind] += term.num_bytes

@@ -46,19 +46,15 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         docs |= {name: row.help_text for name, row in PLAN_KEYS.items() if row.flag}
         hints |= {name: Mapping[str, Any] for name, row in PLAN_KEYS.items() if row.is_mapping}
         hints |= {name: hints[name] | str for name, row in PLAN_KEYS.items() if row.is_size}
-    rows = {row.name: row for row in fields(cls)}
     properties = {
-        name: _type_schema(hints[name], definitions)
-        | ({"description": docs[name]} if name in docs else {})
-        for name in rows
+        row.name: _type_schema(hints[row.name], definitions)
+        | ({"description": docs[row.name]} if row.name in docs else {})
+        for row in fields(cls)
     }
     if "plan" in properties:
         properties["plan"] = _type_schema(TrainingPlan, definitions)
-    required = [
-        name
-        for name, row in rows.items()
-        if row.init and row.default is row.default_factory is MISSING
-    ]
+    rows = [row for row in fields(cls) if row.init]
+    required = [row.name for row in rows if row.default is row.default_factory is MISSING]
     text = inspect.getdoc(cls) or ""
     return {"title": cls.__name__, "description": text.partition("\n\n")[0],
             "type": "object", "properties": properties, "required": required}  # fmt: skip
@@ -77,7 +73,8 @@ def _type_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             "items": _type_schema(item_types.pop(), definitions) if len(item_types) == 1 else {},
         }
     if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _type_schema(arguments[1], definitions)}
+        _, value_type = arguments
+        return {"type": "object", "additionalProperties": _type_schema(value_type, definitions)}
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return {"type": "string", "enum": [str(member) for member in hint]}
     if isinstance(hint, type) and is_dataclass(hint):

@@ -113,9 +113,8 @@ def vocabulary_of(config: Any) -> Vocabulary | None:
         return None
     ids: dict[str, int] = {}
     for name in ("bos", "eos", "pad", "image", "video"):
-        for owner, key in itertools.product(
-            (text, config), (f"{name}_token_id", f"{name}_token_index")
-        ):
+        keys = (f"{name}_token_id", f"{name}_token_index")
+        for owner, key in itertools.product((text, config), keys):
             value = getattr(owner, key, None)
             token_id = value[0] if isinstance(value, list) and value else value
             if isinstance(token_id, int) and 0 <= token_id < size:
@@ -199,10 +198,11 @@ def _fast_tokenizer(
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(dict.fromkeys(special.values())))
     bos, eos = special["bos"], special["eos"]
-    single = [*([bos] if has_bos else ()), "$A", *([eos] if has_eos else ())]
-    if len(single) > 1:
+    if has_bos or has_eos:
+        tail = [eos] if has_eos else []
+        single = [bos, "$A", *tail] if has_bos else ["$A", *tail]
+        pair = [*single, *(f"{part}:1" for part in ("$B", *tail))]  # `:1` is the second text
         ends = [(token, tokens[token]) for token in dict.fromkeys((bos, eos))]
-        pair = [*single, *(f"{part}:1" for part in ("$B", *([eos] if has_eos else ())))]
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
     return tokenizer
 
@@ -242,9 +242,8 @@ def litgpt_model(name: str) -> DummyModel:
         dtype = getattr(torch, raw.get("torch_dtype") or raw.get("dtype") or "float32")
         defaults = {"max_position_embeddings": config.block_size, "vocab_size": config.vocab_size}
         text = SimpleNamespace(**{**defaults, **raw.get("text_config", raw)})
-        vocabulary = (
-            vocabulary_of(SimpleNamespace(**raw, get_text_config=lambda: text)) or vocabulary
-        )
+        raw_config = SimpleNamespace(**raw, get_text_config=lambda: text)
+        vocabulary = vocabulary_of(raw_config) or vocabulary
     with torch.device("meta"):
         model = GPT(config)
     weights = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
@@ -268,10 +267,8 @@ def _litgpt_config(name: str, hub_id: str) -> Any:
         names = entry["name"], source["name"], f"{source['org']}/{source['name']}"
         if hub_id in names or name in names:
             return Config(**entry)
-    hits = closest(name, [entry["name"] for entry in configs])
-    hint = (
-        f"closest: {', '.join(f'`{n}`' for n in hits)}" if hits else "`litgpt download` lists all"
-    )
+    matches = ", ".join(f"`{match}`" for match in closest(name, [row["name"] for row in configs]))
+    hint = f"closest: {matches}" if matches else "`litgpt download` lists all"
     raise PlanError(f"LitGPT has no config of {shown(name)}", hint=hint)
 
 
