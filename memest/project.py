@@ -25,11 +25,11 @@ def find_project(folder: Path) -> Project:
     """Return settings of the nearest pyproject.toml, from `folder` up; `PlanError` if invalid."""
     for parent in (folder, *folder.parents):
         if (parent / FILE).is_file():
-            return _read(parent / FILE)
+            return _read_project(parent / FILE)
     return Project()
 
 
-def _read(path: Path) -> Project:
+def _read_project(path: Path) -> Project:
     import tomllib
 
     try:

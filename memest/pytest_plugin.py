@@ -128,7 +128,7 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
         return
     peak = _peak_of(report)
     item.user_properties.append((_PEAK, json.dumps(asdict(peak))))
-    values = _stored(config).get(item.nodeid)
+    values = _stored_peaks(config).get(item.nodeid)
     old: StoredPeak | None = None if values is None else read_as(StoredPeak, values)
     growth = [] if old is None else [f"  {row}" for row in grown(changes(old.lines, peak.lines))]
     versions = "" if old is None else other_versions(old.versions, peak.versions)
@@ -176,7 +176,7 @@ def _peak_lines(report: "RunReport") -> list[str]:
     return [report.summary(), *lines] if report.peak_allocated_bytes else []
 
 
-def _stored(config: pytest.Config) -> dict[str, Any]:
+def _stored_peaks(config: pytest.Config) -> dict[str, Any]:
     """Return {test id: stored peak}; the first call reads the file."""
     if _STORED not in config.stash:
         path = config.rootpath / PEAKS
@@ -215,7 +215,7 @@ class _Collector:
             return
         from memest.writing import write_whole
 
-        peaks = dict(sorted((_stored(self.config) | self.peaks).items()))
+        peaks = dict(sorted((_stored_peaks(self.config) | self.peaks).items()))
         text = json.dumps({"schema": SCHEMA, "peaks": peaks}, indent=1) + "\n"
         write_whole(self.config.rootpath / PEAKS, text)
         self.notes[f"stored in {PEAKS}"] = len(self.peaks)

@@ -174,7 +174,7 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
 
     with progress_bar():
         reports = predict_all(plans)
-    for stem, report in zip(_stems("phases", plans), reports, strict=True):
+    for stem, report in zip(_file_stems("phases", plans), reports, strict=True):
         limit = limit_of(report)
         figure = plots.plot_phases(report, None, gpu_limit_bytes=limit, dark=pictures.dark)
         pictures.save(figure, stem, [report.to_dict()])
@@ -205,7 +205,7 @@ def timeline(
                 hint="the first is 1; `--steps` simulates more",
             )
     make_folder(pictures.folder)
-    for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
+    for stem, plan in zip(_file_stems("timeline", plans), plans, strict=True):
         with progress_bar(plan.label):
             recording, full_plan = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
@@ -213,7 +213,7 @@ def timeline(
             line, name=plan.label, gpu=recording.gpu, gpu_limit_bytes=recording.limit_bytes,
             dark=pictures.dark, plan=full_plan,
         )  # fmt: skip
-        pictures.save(figure, stem, _points(line))
+        pictures.save(figure, stem, _timeline_rows(line))
 
 
 @chart.command()
@@ -358,7 +358,7 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
     pictures.save(figure, "validate", data)
 
 
-def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
+def _file_stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
     """Return a unique file name, without suffix, for the chart `chart_name` of each of `plans`."""
     from memest.validate.experiment import file_stem
 
@@ -371,7 +371,7 @@ def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
     return stems
 
 
-def _points(line: Timeline) -> list[dict[str, Any]]:
+def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
     """Return a row for each point of `line`: the start of a step, and each allocation and free
     after it. A row has the phase, the reserved bytes, and the allocated bytes by kind."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}

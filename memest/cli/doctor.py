@@ -28,7 +28,7 @@ def doctor() -> int:
 
     Exits with 1 if torch cannot be imported.
     """
-    build, is_broken = _torch()
+    build, is_broken = _describe_torch()
     installed = versions.library_versions(*versions.STACK)
     libraries = [f"{name} {number}" for name, number in installed.items() if name in versions.STACK]
     missing = [name for name in versions.STACK if name not in installed]
@@ -36,10 +36,10 @@ def doctor() -> int:
         "memest": f"{__version__} in {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": build,
-        "simulated": _release() if "torch" in installed else "",
+        "simulated": _describe_release() if "torch" in installed else "",
         "installed": ", ".join(libraries),
         "missing": ", ".join(missing),
-        "extras": ", ".join(map(_extra, EXTRAS)),
+        "extras": ", ".join(map(_describe_extra, EXTRAS)),
         "settings": ", ".join(f"{key}={os.environ[key]}" for key in SETTINGS if key in os.environ),
     }
     for name, text in rows.items():
@@ -48,7 +48,7 @@ def doctor() -> int:
     return int(is_broken)
 
 
-def _torch() -> tuple[str, bool]:
+def _describe_torch() -> tuple[str, bool]:
     """Return (description of the installed torch and its GPU, True if torch cannot be imported)."""
     try:
         torch = import_module("torch")
@@ -63,7 +63,7 @@ def _torch() -> tuple[str, bool]:
     return f"{build}; {gpu}", False
 
 
-def _release() -> str:
+def _describe_release() -> str:
     """Return text on the simulated release of torch, such as `kernels of torch 2.11, measured`.
     `measured` means that GPU memory was measured in runs with this release. The rules of other
     releases come from torch's sources; their text has `read from its sources`."""
@@ -73,7 +73,7 @@ def _release() -> str:
     return f"{versions.KERNELS} {release.name}, {origin}"
 
 
-def _extra(name: str) -> str:
+def _describe_extra(name: str) -> str:
     """Return text: the extra `name` of pyproject.toml is installed, or how to install it."""
     package = next(package for package, extra in packages.EXTRAS.items() if extra == name)
     if packages.is_installed(package):

@@ -18,7 +18,7 @@ from memest.writing import why_not_writable, write_output
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
 
-_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
+_ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_dropout")
 """LoRA keys. A suite may set them for all its plans; as command-line options they need LoRA."""
 
 
@@ -49,7 +49,7 @@ def read_plans(
         plans = read_suite(suite, given)
     else:
         plans = [TrainingPlan.from_dict(given) if config is None else read_config(config, given)]
-    needs = [] if tries_lora else [key for key in _OF_ADAPTERS if key in given]
+    needs = [] if tries_lora else [key for key in _ADAPTER_KEYS if key in given]
     if needs and not any(plan.uses_adapters for plan in plans):
         need = NEEDS["adapters"]
         raise PlanError(need.error.format(key=needs[0]), hint=need.hint)

@@ -77,9 +77,9 @@ async def run(
     if gpu:
         options += ["--gpu", gpu]
     args = [*options, *script.split(" ", 1), *(arguments or [])]  # `-m MODULE` is two words
-    code, text, output = await _memest("run", "--json", args, folder=folder, seconds=time_limit_s)
+    code, text, output = await _command("run", "--json", args, folder=folder, seconds=time_limit_s)
     if not text:
-        raise _error_of(output)
+        raise _printed_error(output)
     values = json.loads(text)
     summary = RunReport.from_dict(values).summary()
     return {"summary": summary, "exit_code": code, "report": values, "output": output[-MAX_OUTPUT:]}
@@ -123,13 +123,13 @@ async def _run_on_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
         path = Path(folder, "plan.json")
         path.write_text(json.dumps(plan), encoding="utf-8")
         args = ["--config", str(path), "--json"]
-        code, text, output = await _memest(command, "--output", args)
+        code, text, output = await _command(command, "--output", args)
     if code:
-        raise _error_of(output)
+        raise _printed_error(output)
     return dict(json.loads(text))
 
 
-async def _memest(
+async def _command(
     command: str, option: str, args: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
     """Run `memest COMMAND OPTION FILE ARGS`; return (exit code, text of FILE, stdout and stderr).
@@ -152,7 +152,7 @@ async def _memest(
         return code, text, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _error_of(text: str) -> MemestError:
+def _printed_error(text: str) -> MemestError:
     """Return the error that a memest command printed in `text`, its stdout and stderr."""
     lines = text.strip().splitlines()
     errors = [line for line in lines if line.startswith("Error: ")]

@@ -83,11 +83,11 @@ def predict(
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
     elif summary or emit:
-        text = "\n".join(_short(report, emit) for report in reports)
+        text = "\n".join(_summary_text(report, emit) for report in reports)
     elif suite is not None:
         text = render_suite(reports)
     else:
-        change = _cheapest(plans[0], reports[0])
+        change = _cheapest_fit(plans[0], reports[0])
         training = whole.of(reports[0].plan) if whole.is_given else None
         style = {"colour": output is None and has_colour(), "verbose": verbose}
         text = render_text(reports[0], change=change, training=training, **style)
@@ -121,7 +121,7 @@ def _check_output(
         )
 
 
-def _short(report: Prediction, emit: str | None) -> str:
+def _summary_text(report: Prediction, emit: str | None) -> str:
     """Return one summary line per GPU. If `emit` names a scheduler, such as `slurm`, return the
     resource lines of a job script instead."""
     plan = report.plan
@@ -133,7 +133,7 @@ def _short(report: Prediction, emit: str | None) -> str:
     return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
-def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
+def _cheapest_fit(plan: TrainingPlan, report: Prediction) -> "Option | None":
     """Return the cheapest single change with which `plan` fits its GPU. None if the verdict of
     `report`, its prediction, is not `oom`, or if there is no such change."""
     verdict = report.verdicts.get(report.gpu)

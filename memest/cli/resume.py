@@ -92,7 +92,7 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 
 
 @contextmanager
-def _stored(
+def _results_stored(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
 ) -> Iterator[dict[TrainingPlan, Any]]:
     """Yield those results of `plans` that an interrupted command has stored: {plan: result as JSON
@@ -125,7 +125,7 @@ def predict_resumably(
     """Return the prediction of each plan, or its error. `jobs` is the number of workers, None for
     one per core. Each prediction is stored next to the output file `target` (None: nowhere) for a
     later run. With `is_resumed`, stored predictions are read and not made again."""
-    with _stored(plans, target, is_resumed=is_resumed) as rows:
+    with _results_stored(plans, target, is_resumed=is_resumed) as rows:
         stored = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
         missing = [plan for plan in plans if plan not in stored]
         predictions = iter(predict_each(missing, jobs=jobs) if missing else ())
@@ -138,6 +138,6 @@ def sweep_resumably(
     """Return the table rows of `sweep_grid(grid, **options)`; `options` has `jobs` and `engine`.
     `target` and `is_resumed` are as in `predict_resumably`."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    with _stored(plans, target, is_resumed=is_resumed) as tables:
+    with _results_stored(plans, target, is_resumed=is_resumed) as tables:
         stored = {p: [SweepPoint.from_dict(p, row) for row in rows] for p, rows in tables.items()}
         return sweep_grid(grid, known=stored, **options)

@@ -174,8 +174,8 @@ def run(
     form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
     if form and output["whole"].is_given:
         raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
-    launch, target = _target(module, command)
-    nproc_per_node, nnodes = _num_gpus(launch, nproc_per_node, nnodes)
+    launch, target = _launch_and_target(module, command)
+    nproc_per_node, nnodes = _world(launch, nproc_per_node, nnodes)
     os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # raises now, and not at the first request, if they are invalid
@@ -184,7 +184,7 @@ def run(
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     settings: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
     check_torch()
-    with _no_real_gpu():
+    with _hidden_gpus():
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
@@ -203,11 +203,11 @@ def run(
         print_error(str(result.refusal), result.refusal.hint)
     if result.report is None:
         return _explain_missing_report(result)
-    _print(result.report, stdout, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
+    _print_report(result.report, stdout, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and result.report.verdict != "fits" else result.exit_code
 
 
-def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
+def _world(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
     """Return (GPUs per node, nodes). If a launcher such as `torchrun` starts the script, both
     numbers are from `launch`. Otherwise they are memest's options `num_local` (None: not given) and
     `num_nodes`. Raise `PlanError` if a launcher and an option of memest both give a number."""
@@ -375,7 +375,7 @@ def _explain_missing_report(result: RunResult) -> int:
 
 
 @contextlib.contextmanager
-def _no_real_gpu() -> Iterator[None]:
+def _hidden_gpus() -> Iterator[None]:
     """Hide real GPUs from torch in the block, by an empty `CUDA_VISIBLE_DEVICES`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -387,7 +387,7 @@ def _no_real_gpu() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
+def _launch_and_target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
     """Return (launch, target to run) of a command line: of `module` with arguments `command`, or if
     `module` is None, of the script or launcher, such as `torchrun`, in `command`. The launch has
     the number of ranks if a launcher starts them."""
@@ -395,7 +395,7 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
 
     if module is None and not command:
         raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
-    with _no_real_gpu():
+    with _hidden_gpus():
         launch = read_launch(module, command)
     if launch is None:
         script, *args = command if module is None else (module, *command)
@@ -464,7 +464,7 @@ class _Files(NamedTuple):
             write_pages([report], record_run_of(session.virtual, report), **files)
 
 
-def _print(
+def _print_report(
     report: RunReport, out: TextIO, *, verbose: bool, summary: bool, emit: str | None,
     whole: WholeTraining, **nodes: int,
 ) -> None:  # fmt: skip

@@ -111,7 +111,7 @@ def grid_points(
     file `config` has the other keys. `gpu` has the names of every plan's GPUs. `gpu_memory` adds a
     GPU of this memory, such as `24GiB`; None adds none. More than `max_points` combinations are an
     error."""
-    varied = _varied(flags, vary)
+    varied = _values_by_key(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
         first_values = {key: values[0] for key, values in varied.items()}
@@ -158,7 +158,7 @@ def sweep(
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
 
 
-def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
+def _values_by_key(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
     """Return {key: values to try}. `flags` has {key: text of the values, None if not given}; `vary`
     has texts `KEY=VALUES`."""
     texts = {key: text for key, text in flags.items() if text is not None}
@@ -218,7 +218,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     fitting = [g for g, v in report.verdicts.items() if v.verdict == "fits" and g in report.times]
     gpus = sorted(fitting, key=cost)  # by price, GPUs without one by time
     if not as_json:
-        click.echo(folded(_text(report, training, gpus)))
+        click.echo(folded(_cheapest_text(report, training, gpus)))
         return 0
     for gpu in gpus:
         time, price = report.times[gpu], training.price_of(gpu)
@@ -249,7 +249,7 @@ def _run_script(script: Sequence[str], names: Sequence[str], flags: dict[str, An
     return run.report
 
 
-def _text(report: SimulatedReport, training: Training, gpus: Sequence[str]) -> str:
+def _cheapest_text(report: SimulatedReport, training: Training, gpus: Sequence[str]) -> str:
     """Return the text of `memest cheapest`. It has a table with a row for each of `gpus`, in this
     order. A further line names the GPUs in `report` on which the training does not fit. `training`
     has the number of steps and the prices, for the columns of hours and price."""

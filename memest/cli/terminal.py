@@ -17,7 +17,7 @@ from memest.units import gib_or_mib
 
 _REFRESH_SECONDS = 0.5  # seconds between two updates
 _DELAY_SECONDS = 1.0  # seconds before the first output
-_FORMAT = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
+_COUNTED = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
 _UNCOUNTED = "{desc}  {elapsed}"
 LOG_SECONDS = 30.0  # seconds between two lines of a log
 
@@ -103,7 +103,7 @@ class _ProgressLine:
         self._has_lines = with_results
         self._running: list[str] = []
         self._ended = threading.Event()
-        self._clock = threading.Thread(target=self._tick, daemon=True)
+        self._clock = threading.Thread(target=self._refresh_clock, daemon=True)
 
     def __enter__(self) -> "_ProgressLine":
         self._clock.start()
@@ -114,7 +114,7 @@ class _ProgressLine:
         self._clock.join()
         self._bar.close()
 
-    def _tick(self) -> None:
+    def _refresh_clock(self) -> None:
         self._ended.wait(_DELAY_SECONDS)
         while not self._ended.wait(_REFRESH_SECONDS):
             self._bar.refresh()
@@ -128,7 +128,7 @@ class _ProgressLine:
         if not event.is_done:
             if not self._running and bar.n >= (bar.total or 0):  # the first task of a new group
                 bar.total = (bar.total or 0) + event.total
-                bar.bar_format = _FORMAT if bar.total > 1 else _UNCOUNTED
+                bar.bar_format = _COUNTED if bar.total > 1 else _UNCOUNTED
             self._running.append(event.label)
         elif event.label in self._running:
             self._running.remove(event.label)

@@ -75,7 +75,7 @@ def validate(
     from memest.validate.runner import detect_on
 
     device = detect_on(engine)
-    plans, label = _validation_rows(config, suite, plan_values, device)
+    plans, label = _plans_to_run(config, suite, plan_values, device)
     plans = [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
     limit = plan_values.get("memory_limit")
     if results is None:
@@ -88,7 +88,7 @@ def validate(
 
     run_options = RunOptions(weights=weights, data=data, snapshots=snapshots)
     click.echo(header(), err=True)
-    with watched(_show):
+    with watched(_print_progress):
         measured = run_all(
             plans, results=results, device=device, resume=resume, timeout_s=timeout,
             options=run_options, engine=engine, workers=workers,
@@ -116,7 +116,7 @@ def _measure_pace(path: Path) -> int:
     return 0
 
 
-def _validation_rows(
+def _plans_to_run(
     config: Path | None, suite: str | None, plan_values: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
     """Return (plans to run, name for the results file). The plans are those of `config`, `suite` or
@@ -133,7 +133,7 @@ def _validation_rows(
     return [plan], file_stem(plan.label)
 
 
-def _show(event: Event) -> None:
+def _print_progress(event: Event) -> None:
     """Print the row of an experiment that has ended; a terminal also shows the running one."""
     from memest.validate.runner import table_row
 

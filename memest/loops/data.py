@@ -87,14 +87,14 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     make = partial(make_batch, model, image_size=plan.image_size, padded=plan.is_padded)
     seq_len = sequence_length(plan, config)
     batch = make(batch_size=plan.batch_size, seq_len=seq_len)
-    batches = {seq_len: _inputs(batch, plan)}
+    batches = {seq_len: _real_inputs(batch, plan)}
     for length in plan.lengths:
         if length not in batches:
-            batches[length] = _inputs(make(batch_size=plan.batch_size, seq_len=length), plan)
+            batches[length] = _real_inputs(make(batch_size=plan.batch_size, seq_len=length), plan)
     val_batches = [batches[seq_len]] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
         size = plan.val_batch_size or plan.batch_size
-        val_batches = [_inputs(make(batch_size=size, seq_len=seq_len), plan)]
+        val_batches = [_real_inputs(make(batch_size=size, seq_len=seq_len), plan)]
     notes = list(batch.notes)
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
@@ -110,7 +110,7 @@ def moved(inputs: Inputs, device: Any) -> Inputs:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
-def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
+def _real_inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
     inputs = {
         name: torch.randn(value.shape) if isinstance(value, Tensor) and value.is_meta else value
         for name, value in batch.inputs.items()
@@ -142,7 +142,7 @@ def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
         columns = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
         fault = f"has no column `{missing[0]}`" if missing else "has no rows"
         raise PlanError(f"`{folder}` {fault}", hint=f"its columns are {columns}")
-    return _feed_of_captions(rows, plan, _processor(config))
+    return _feed_of_captions(rows, plan, _load_processor(config))
 
 
 def _captioned_images(samples: Sequence[Any], processor: Any) -> Inputs:
@@ -245,7 +245,7 @@ def load_base(
     return model
 
 
-def _processor(config: ModelConfig) -> Any:
+def _load_processor(config: ModelConfig) -> Any:
     from transformers import AutoProcessor
 
     source = checkpoint_source(config)

@@ -36,7 +36,7 @@ def make_optimizer(
         UnsupportedError: the optimizer's library is not installed.
     """
     row = OPTIMIZERS[plan.optim]
-    cls = _class_of(row.library, row.class_name)
+    cls = _optimizer_class(row.library, row.class_name)
     options: dict[str, Any] = {"lr": LEARNING_RATE, **dict(row.options)}
     if plan.weight_decay is not None:
         options["weight_decay"] = plan.weight_decay
@@ -55,7 +55,7 @@ def make_optimizer(
     return optimizer
 
 
-def _class_of(library: str, name: str) -> Any:
+def _optimizer_class(library: str, name: str) -> Any:
     if library == DEEPSPEED:  # host optimizer, compiled at first use
         require("deepspeed")
         from deepspeed.ops.adam import DeepSpeedCPUAdam

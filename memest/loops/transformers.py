@@ -25,11 +25,11 @@ def fit(task: Task) -> None:
     plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
-        optimizer = None if "optim" in _optimizer(plan) else task.make_optimizer()
+        optimizer = None if "optim" in _optimizer_arguments(plan) else task.make_optimizer()
         trainer = ProbedTrainer(
             task,
             model=task.model,
-            args=TrainingArguments(output_dir=folder, **_arguments(plan)),
+            args=TrainingArguments(output_dir=folder, **_training_arguments(plan)),
             train_dataset=range(plan.steps * plan.accumulate_grad_batches),
             eval_dataset=range(plan.limit_val_batches) if plan.validates else None,
             optimizers=(optimizer, None),
@@ -115,7 +115,7 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
     )
 
 
-def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
+def _optimizer_arguments(plan: TrainingPlan) -> dict[str, Any]:
     """Return {argument of `TrainingArguments`: value} for the plan's optimizer. The result is {} if
     `Trainer` lacks the optimizer, or for options such as `momentum`."""
     name = OPTIMIZERS[plan.optim].transformers
@@ -125,7 +125,7 @@ def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
     return {"optim": name, "learning_rate": LEARNING_RATE, **decay}
 
 
-def _arguments(plan: TrainingPlan) -> dict[str, Any]:
+def _training_arguments(plan: TrainingPlan) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if plan.gradient_clip_val is not None:
         options["max_grad_norm"] = plan.gradient_clip_val
@@ -138,5 +138,5 @@ def _arguments(plan: TrainingPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.accumulate_grad_batches, "max_steps": plan.steps,
         "bf16": plan.precision == "bf16-mixed", "fp16": plan.precision == "16-mixed",
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error",
-        **_optimizer(plan), **options, **dict(plan.trainer_options),
+        **_optimizer_arguments(plan), **options, **dict(plan.trainer_options),
     }  # fmt: skip

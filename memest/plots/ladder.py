@@ -28,9 +28,9 @@ _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
 _TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
 _NAME = 4.5  # widest row label, inches; longer ones lose their middle
 _FAR = 1.5  # a GPU with this many times the longest bar gets only a column
-_LINES = 0.30  # height of a line of text over the chart, inches
-_BAR = 0.78  # height of a bar, as a share of its row
-_ROW = 0.62  # largest height of a row, inches
+_LINE_INCHES = 0.30  # height of a line of text over the chart, inches
+_BAR_SHARE = 0.78  # height of a bar, as a share of its row
+_MAX_ROW_INCHES = 0.62  # largest height of a row, inches
 _MAX_TRADES = 16  # rows above which the slide becomes taller instead of the type smaller
 _TRADE_TOP, _TRADE_BOTTOM = 1.95, 0.45  # inches
 _TRADE_NAMES, _TRADE_GAP, _TRADE_RIGHT = 4.4, 0.55, 0.9  # inches
@@ -98,10 +98,10 @@ class _Layout:
         self.lines = [limit / GIB for _, limit in self.drawn]
         span = 1.03 * max(longest, 1, *(limit for _, limit in self.drawn)) / GIB
         rows = min(len(reports), MAX_ROWS)
-        row = min(_ROW, (style.HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
+        row = min(_MAX_ROW_INCHES, (style.HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
         name, detail = min(float(style.VALUE), 33 * row), min(float(style.SMALL), 25 * row)
-        self.name = _fitting([name for name, _ in labels], name, 10, bold=True)
-        self.detail = _fitting([detail for _, detail in labels], min(detail, self.name), 8)
+        self.name = _fit_size([name for name, _ in labels], name, 10, bold=True)
+        self.detail = _fit_size([detail for _, detail in labels], min(detail, self.name), 8)
         widths = (
             (text_width(n, self.name, bold=True), text_width(d, self.detail)) for n, d in labels
         )
@@ -110,8 +110,8 @@ class _Layout:
         self.per_gib = self.width / span
         self.labels = _limit_labels(self.drawn, self.per_gib, span)
         levels = [1.0, 1.6 if len(gpus) > 1 else 1.0, *(1.0 + level for *_, level in self.labels)]
-        self.top = _TOP + _LINES * max(levels)
-        self.row = min(_ROW, (style.HEIGHT - self.top - _BOTTOM) / rows)
+        self.top = _TOP + _LINE_INCHES * max(levels)
+        self.row = min(_MAX_ROW_INCHES, (style.HEIGHT - self.top - _BOTTOM) / rows)
         self.part, self.value = min(float(style.SMALL), 38 * self.row), min(20.0, 50 * self.row)
         self.height = max(style.HEIGHT, self.top + self.row * len(reports) + _BOTTOM)
 
@@ -130,7 +130,7 @@ def plot_ladder(
     """
     require(reports)
     parts = [need_parts(r, (unlimited or {}).get(r.name)) for r in reports]
-    labels = [_label(report, reports) for report in reports]
+    labels = [_name_and_settings(report, reports) for report in reports]
     layout = _Layout(reports, labels, sorted(limits.items(), key=lambda item: item[1]))
     rows = len(reports)
     with slide(dark=dark, height=layout.height) as canvas:
@@ -150,7 +150,7 @@ def plot_ladder(
                 limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}"
             )
             panel.write_in_column(
-                x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom",
+                x, panel.height + 0.06 + _LINE_INCHES * level, text, ha="center", va="bottom",
                 size=style.VALUE, weight="bold",
             )  # fmt: skip
         _draw_columns(panel, reports, layout)
@@ -159,7 +159,7 @@ def plot_ladder(
     return canvas.figure
 
 
-def _label(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
+def _name_and_settings(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
     """Return (experiment's name, settings), with tokens only if those of `reports` differ."""
     details = setting_words(report.plan)
     *_, model = str(report.plan.get("model_name", "")).split("/")
@@ -172,7 +172,7 @@ def _label(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
     return report.name, dotted(*details)
 
 
-def _fitting(texts: Sequence[str], size: float, min_size: float, *, bold: bool = False) -> float:
+def _fit_size(texts: Sequence[str], size: float, min_size: float, *, bold: bool = False) -> float:
     """Return the largest font size, in points, at which each of `texts` is at most `_NAME` inches
     wide. It is at most `size`, and `min_size` if no larger size fits."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
@@ -215,7 +215,7 @@ def _draw_bar(
         length = num_bytes / GIB
         color = {UNKNOWN: theme.background, CACHED: theme.band[1], **theme.kinds}[kind]
         axes.barh(
-            row, length, _BAR, base, color=color, linewidth=0.8, gid=f"{row}:{kind}",
+            row, length, _BAR_SHARE, base, color=color, linewidth=0.8, gid=f"{row}:{kind}",
             edgecolor=theme.muted if kind in (CACHED, UNKNOWN) and length else theme.background,
         )  # fmt: skip
         start, stop = style.widest_gap(base, base + length, lines)
@@ -237,7 +237,7 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
     start = min(limit, end)
     if end <= start:
         return
-    box = (start, row - _BAR / 2, end - start, _BAR)
+    box = (start, row - _BAR_SHARE / 2, end - start, _BAR_SHARE)
     panel.fill(box, facecolor=theme.background, alpha=0.45, edgecolor="none", zorder=3)
     panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=2.0, zorder=5, gid=f"{row}:excess")
     panel.hatch(box, theme.ink, zorder=4, gid=f"{row}:excess:strokes")
@@ -265,7 +265,7 @@ def _limit_labels(
 def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) -> None:
     """Write each need in GiB, then a column per GPU: fits, tight, may, OOM, or ? where unknown."""
     right = panel.width + _TOTAL - 0.1
-    _write_head(panel, "needs", right, align="right")
+    _write_column_head(panel, "needs", right, align="right")
     for row, report in enumerate(reports):
         panel.write_in_row(
             right, row, f"{report.needs_bytes / GIB:.1f}", size=layout.value, weight="bold",
@@ -278,7 +278,7 @@ def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) 
             head = "\n".join(
                 shortened(word, style.SMALL, _GPU - 0.06, bold=True) for word in words[:2]
             )
-            _write_head(panel, head, x, align="center")
+            _write_column_head(panel, head, x, align="center")
         for row, report in enumerate(reports):
             word = word_on(report, limit, label)
             _write_verdict(panel, x, row, word, layout.value, f"{row}:on:{label}")
@@ -298,7 +298,7 @@ def _write_verdict(panel: Panel, x: float, row: int, text: str, size: float, gid
     panel.write_in_row(x, row, text, ha="center", size=size, weight=weight, color=color, gid=gid)
 
 
-def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
+def _write_column_head(panel: Panel, text: str, x: float, *, align: str) -> None:
     panel.write(
         x, panel.height + 0.06, text, ha=align, va="bottom", size=style.SMALL, weight="bold",
         linespacing=1.1,

@@ -77,14 +77,14 @@ def plot_phases(
         width, height = style.WIDTH - 1.15 - 0.3, style.HEIGHT - 1.4 - 1.75
         panel = canvas.panel(1.15, 1.4, width, height, grid="y")
         axes = panel.axes
-        highest = max((_top(c) for group in groups for c in group), default=0)
+        highest = max((_top_bytes(c) for group in groups for c in group), default=0)
         is_far = gpu_limit_bytes > FAR_LIMIT * highest > 0
         ceiling = max(1, highest) if is_far else max(highest, gpu_limit_bytes)
         axes.set_ylim(0, 1.2 * ceiling / GIB)
         axes.set_xlim(-0.5, len(groups) - 0.5)
         for position, group in enumerate(groups):
             _draw_group(panel, position, group, gpu_limit_bytes / GIB)
-        tops = [max(_top(column) for column in group) for group in groups]
+        tops = [max(_top_bytes(column) for column in group) for group in groups]
         _draw_limit(panel, reports[0], gpu_limit_bytes, tops, is_far=is_far)
         axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
@@ -93,7 +93,7 @@ def plot_phases(
     return canvas.figure
 
 
-def _top(column: Column) -> int:
+def _top_bytes(column: Column) -> int:
     row = column.row
     return max(row.allocated_bytes, row.peak_allocated_bytes) if row else column.failed_at_bytes
 

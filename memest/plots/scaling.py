@@ -23,12 +23,12 @@ from memest.units import GIB, counted, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
 _COLUMN = 5.75  # width of the right column, inches: each strategy's name, size and constant terms
-_BLOCK = 0.86  # inches of one strategy in the column
-_STAYS = 15  # points of the constant terms' text
-_BEFORE = 0.68  # inches before the text, for leader and marker
-_TERMS = 3  # most terms named per strategy
+_BLOCK_INCHES = 0.86  # inches of one strategy in the column
+_CONSTANTS_SIZE = 15  # points of the constant terms' text
+_LEADER_INCHES = 0.68  # inches before the text, for leader and marker
+_MAX_TERMS = 3  # most terms named per strategy
 _MIN_SHARE = 0.01  # share of the peak below which a term is not named
-_FAMILIES = {
+_LOOK_BY_STRATEGY = {
     "ddp": ("", "o"),
     "fsdp": ("#0072B2", "s"),
     "fsdp2": ("#56B4E9", "D"),
@@ -46,7 +46,7 @@ _MAX_REMARKED = 4  # most kinds of memory in the line over the bars
 _STEPS_TOP = 1.75  # inches
 _STEPS_COLUMN = 5.1  # inches at the right: each setting, and its reserved memory
 _STEPS_BLOCK = 0.9  # height of one setting in the column, inches
-_LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
+_RUN_LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
 """Line colours and dashes; the dashes suffice without colour."""
 
 
@@ -56,7 +56,7 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
     Lines with offload, or with DDP's search for unused parameters, are dashed with hollow markers.
     """
     base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
-    color, marker = _FAMILIES[base]
+    color, marker = _LOOK_BY_STRATEGY[base]
     color, is_plain = color or theme.ink, base == strategy
     return {
         "color": color, "linestyle": "-" if is_plain else (0, (4, 2)), "marker": marker,
@@ -67,7 +67,7 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
     """Return {kind of memory: bytes} that more GPUs do not shrink, if above 1 % of the peak."""
-    threshold = _MIN_SHARE * _last(line).peak_allocated_bytes
+    threshold = _MIN_SHARE * _last_report(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > threshold}
 
 
@@ -80,7 +80,8 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     Raises:
         PlanError: there is no prediction.
     """
-    curves = sorted((line for line in lines if line.reports), key=lambda e: _last(e).needs_bytes)
+    curves = [line for line in lines if line.reports]
+    curves.sort(key=lambda line: _last_report(line).needs_bytes)
     if not curves:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
     with slide(dark=dark) as canvas:
@@ -95,7 +96,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     return canvas.figure
 
 
-def _last(line: ScalingLine) -> Prediction:
+def _last_report(line: ScalingLine) -> Prediction:
     return line.reports[max(line.reports)]
 
 
@@ -122,7 +123,7 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     axes.set_ylabel("needed per GPU, GiB", size=style.LABEL)
 
 
-def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
+def _verdict_marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
     """Return {verdict's word: matplotlib style of its cross} for `lines`, except of `fits`."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
@@ -138,7 +139,7 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
         **look_of(line.strategy, panel.theme), linewidth=3.2, zorder=4, clip_on=False,
         gid=f"line:{line.strategy}",
     )  # fmt: skip
-    for word, mark in _marks(panel.theme, [line]).items():
+    for word, mark in _verdict_marks(panel.theme, [line]).items():
         crosses = [number for number, report in line.reports.items() if report.word == word]
         axes.plot(
             crosses, [sizes[number] for number in crosses], **mark, linestyle="none", zorder=6,
@@ -154,14 +155,14 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
         for (x0, y0), (x1, y1) in pairwise([vertices[0], *vertices]):  # a lone vertex, too
             shares = [i / 40 for i in range(41)]  # 41 points on each segment
             points += [(x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in shares]
-    panel.draw_limit_apart(_last(lines[0]).gpu, _lowest_limit(lines), points)
+    panel.draw_limit_apart(_last_report(lines[0]).gpu, _lowest_limit(lines), points)
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Write each strategy's name and need next to the end of its line, without overlap."""
     width, height = panel.width, panel.height
-    ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
-    block = min(_BLOCK, height / len(lines))
+    ends = panel.inches((max(line.reports), _last_report(line).needs_bytes / GIB) for line in lines)
+    block = min(_BLOCK_INCHES, height / len(lines))
     positions = spread([end for _, end in ends], block, height)
     size = min(style.LABEL, 72 * block / 2.6)
     for line, (start, end), y in zip(lines, ends, positions, strict=True):
@@ -169,12 +170,12 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
         panel.lead((start + 0.02 * width, end), (width + 0.25, y), (width + 0.34, y),
                    color=look["color"], linewidth=1.6)  # fmt: skip
         panel.lead((width + 0.47, y), **(look | {"linestyle": "none"}))
-        report, left = _last(line), width + _BEFORE
+        report, left = _last_report(line), width + _LEADER_INCHES
         text = f"{label_of(line.strategy)}  {format_size(report.needs_bytes)}"
         text += "" if report.word == "fits" else f"  {report.word}"
         panel.write(left, y, text, size=size, weight="bold", gid=f"end:{line.strategy}")
         panel.write(
-            left, y - 0.42 * block, _constants_text(line), size=min(_STAYS, 0.86 * size),
+            left, y - 0.42 * block, _constants_text(line), size=min(_CONSTANTS_SIZE, 0.86 * size),
             color=panel.theme.muted, gid=f"stays:{line.strategy}",
         )  # fmt: skip
 
@@ -182,9 +183,9 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 def _constants_text(line: ScalingLine) -> str:
     """Return text on the largest kinds of memory that more GPUs do not shrink, as many as fit."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
-    for count in range(min(_TERMS, len(terms)), 0, -1):
+    for count in range(min(_MAX_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
-        if text_width(text, _STAYS) < _COLUMN - _BEFORE - 0.1:
+        if text_width(text, _CONSTANTS_SIZE) < _COLUMN - _LEADER_INCHES - 0.1:
             return text
     return "nothing that stays" if len(line.reports) > 1 else ""
 
@@ -227,9 +228,9 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         s=shortened(text, style.VALUE, style.WIDTH - _LEFT - 0.4), size=style.VALUE,
     )  # fmt: skip
     reference = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
-    report, largest = _last(reference), max(max(line.reports) for line in lines)
+    report, largest = _last_report(reference), max(max(line.reports) for line in lines)
     canvas.write_title(f"{report.name} on many GPUs", subtitle_of(report))
-    left = style.WIDTH - _COLUMN + _BEFORE
+    left = style.WIDTH - _COLUMN + _LEADER_INCHES
     canvas.write(
         left, 1.42, f"on {largest} GPUs, GiB", size=style.TICK, weight="bold", gid="column"
     )
@@ -237,7 +238,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
     names = {"OOM": "OOM: what it would need"}
     marks = [
         Line2D([], [], **mark, linestyle="none", label=names.get(word, word))
-        for word, mark in _marks(theme, lines).items()
+        for word, mark in _verdict_marks(theme, lines).items()
     ]
     if marks:
         look = {"handlelength": 1.0, "handleheight": 0.7, "columnspacing": 1.4}
@@ -264,7 +265,8 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         raise PlanError(
             f"`{line.strategy}` has no prediction to draw", hint="name another strategy"
         )
-    report, columns = _last(line), [_bar(report) for report in line.reports.values()]
+    report = _last_report(line)
+    columns = [_bar_parts(report) for report in line.reports.values()]
     labels = (
         f"{counted(number, 'GPU')}\n{format_size(report.needs_bytes)} GiB, {report.word}"
         for number, report in line.reports.items()
@@ -285,7 +287,7 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     return draw_slide(page, dark=dark, remark=remark)
 
 
-def _bar(report: Prediction) -> dict[str, int]:
+def _bar_parts(report: Prediction) -> dict[str, int]:
     """Return {part: bytes} of a bar that ends at `needs_bytes` of `report`. The first parts are
     kinds of memory at the peak. The rest is the part `cached`, or `needed, not reached` if the run
     is out of memory."""
@@ -302,19 +304,19 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     memory of the GPU.
     """
     rows = report.ranks
-    highest = max(map(_highest, rows))
+    highest = max(map(_most_bytes, rows))
     is_far = limit_bytes > _FAR * highest
     parts: dict[tuple[str, str], list[int]] = {
         ("allocated", "params"): [row.peak_allocated_bytes for row in rows],
         ("cached", "cached"): [row.peak_reserved_bytes - row.peak_allocated_bytes for row in rows],
         ("context and NCCL", "rest"): [row.process_bytes - row.peak_reserved_bytes for row in rows],
-        ("at most, by timing", "between"): [_highest(row) - row.process_bytes for row in rows],
+        ("at most, by timing", "between"): [_most_bytes(row) - row.process_bytes for row in rows],
     }
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2).replace("usable", "in all")
     labels = [str(row.rank) for row in rows]
     ranks_text = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
     if len(rows) <= _MAX_NUMBERED:
-        labels = [f"{row.rank}\n{_highest(row) / GIB:.1f}" for row in rows]
+        labels = [f"{row.rank}\n{_most_bytes(row) / GIB:.1f}" for row in rows]
         ranks_text += ", their sum in GiB below"
     chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
     version = f"memest {report.versions['memest']}"
@@ -340,7 +342,7 @@ def _stacked_chart(
     )  # fmt: skip
 
 
-def _highest(row: RankRow) -> int:
+def _most_bytes(row: RankRow) -> int:
     interval = row.intervals.get("process")
     return max(row.process_bytes, interval.high_bytes if interval else 0)
 
@@ -372,7 +374,7 @@ def plot_fragmentation(
             "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
             va="bottom", size=style.VALUE, weight="bold", zorder=6, gid="allocated:name",
         )  # fmt: skip
-        for run, look in zip(runs, _LOOKS, strict=False):
+        for run, look in zip(runs, _RUN_LOOKS, strict=False):
             _draw_run(panel, run, look, gpu_limit_bytes / GIB)
         _draw_step_limit(panel, report, runs, gpu_limit_bytes)
         _draw_step_column(panel, runs)
@@ -382,11 +384,11 @@ def plot_fragmentation(
         lengths = report.plan.get("lengths")
         span = f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
         canvas.write_title(f"{report.name}: {title}", plan_line(report, span))
-        canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=style.VALUE, gid="reason")
+        canvas.write(0.4, 1.2, _oom_note(runs[0], gpu_limit_bytes), size=style.VALUE, gid="reason")
     return canvas.figure
 
 
-def _reason(run: Growth, limit_bytes: int) -> str:
+def _oom_note(run: Growth, limit_bytes: int) -> str:
     """Return text on when `run` exceeds `limit_bytes` and how it ends; empty if it never does."""
     step = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if step is None:
@@ -454,7 +456,7 @@ def _draw_step_column(panel: Panel, runs: Sequence[Growth]) -> None:
     ends = [runs[i].reserved[-1] / GIB / top * height for i in order]
     positions = spread(ends, min(_STEPS_BLOCK, height / len(runs)), height)
     for index, end, y in zip(order, ends, positions, strict=True):
-        run, (color, dashes) = runs[index], _LOOKS[index % len(_LOOKS)]
+        run, (color, dashes) = runs[index], _RUN_LOOKS[index % len(_RUN_LOOKS)]
         panel.lead((width, end), (width + 0.3, y), (width + 0.75, y),
                    color=color, linestyle=dashes, linewidth=2.6)  # fmt: skip
         left, room = width + 0.88, _STEPS_COLUMN - 0.98

@@ -84,7 +84,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = canvas.panel(1.15, low, _SQUARE, _SQUARE, grid="y").axes
-    peaks = [_peaks(pair, quantity) for pair in pairs]
+    peaks = [_peak_bytes(pair, quantity) for pair in pairs]
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
             [0, end], [0, end * (1 - band / 100)], [0, end * (1 + band / 100)], color=color,
@@ -115,12 +115,12 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     rows = _worst_pairs(pairs)
     height = style.HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = style.row_size(len(rows), height)
-    names = [_name(*pair, size) for pair in rows]
+    names = [_name_with_tag(*pair, size) for pair in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = style.WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
     axes = panel.axes
-    reach, tick = _reach(max(map(_worst_error, rows)))
+    reach, tick = _end_and_tick(max(map(_worst_error, rows)))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
             axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
@@ -142,7 +142,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
         )  # fmt: skip
         x = width + (index + 1) * _COLUMN
         for row, pair in enumerate(rows):
-            text = signed_percent(*_peaks(pair, quantity))
+            text = signed_percent(*_peak_bytes(pair, quantity))
             panel.write_in_row(x, row, text.removesuffix(" %"), ha="right", size=size)
         panel.write(
             x, height + 0.08, quantity.head, ha="right", va="bottom", size=style.SMALL,
@@ -151,10 +151,10 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     _write_summary(canvas, pairs)
 
 
-def _reach(worst: float) -> tuple[float, float]:
+def _end_and_tick(worst: float) -> tuple[float, float]:
     """Return (end of the errors' axis, tick distance) in per cent, for the largest error `worst`.
 
-    >>> _reach(0.1), _reach(1.32), _reach(7.0)
+    >>> _end_and_tick(0.1), _end_and_tick(1.32), _end_and_tick(7.0)
     ((0.6, 0.5), (2.0, 2.0), (10.0, 10.0))
     """
     if worst <= 0.95 * _MIN_REACH:
@@ -170,7 +170,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
         middle = median(abs(_error(pair, quantity)) for pair in pairs)
         worst = max(pairs, key=lambda pair: abs(_error(pair, quantity)))
         text = f"{quantity.name}: median {middle:.3f} %, "
-        text += f"worst {signed_percent(*_peaks(worst, quantity))}"
+        text += f"worst {signed_percent(*_peak_bytes(worst, quantity))}"
         y = 1 - (1.42 + 0.34 * index) / style.HEIGHT  # share of the slide's height
         canvas.figure.text(
             (_ERRORS_LEFT + 0.35) / style.WIDTH, y, text, size=style.TICK, weight="bold",
@@ -185,7 +185,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
         )  # fmt: skip
 
 
-def _peaks(pair: Pair, quantity: _Quantity) -> tuple[int, int]:
+def _peak_bytes(pair: Pair, quantity: _Quantity) -> tuple[int, int]:
     """Return (predicted, measured) bytes of `quantity`. A prediction that is an interval gives its
     value nearest to the measured one."""
     prediction, _ = pair
@@ -197,7 +197,7 @@ def _peaks(pair: Pair, quantity: _Quantity) -> tuple[int, int]:
 
 
 def _error(pair: Pair, quantity: _Quantity) -> float:
-    return percent_off(*_peaks(pair, quantity))
+    return percent_off(*_peak_bytes(pair, quantity))
 
 
 def _worst_error(pair: Pair) -> float:
@@ -211,7 +211,7 @@ def _worst_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     return [pairs[index] for index in sorted(indices)]
 
 
-def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
+def _name_with_tag(predicted: Prediction, measured: Measurement, size: float) -> str:
     """Return the run's name and a tag: `(verdicts differ)`, else `(OOM)` if the measured run was
     out of memory, else none. The name is cut so that name and tag fit 3.4 inches at `size`
     points."""

@@ -22,7 +22,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # height of the strip that names the phases, inches
 _LABEL_INCHES = 0.34  # least height of an area with its name, inches
 _ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # used if there is little room
-_DRAWN = {
+_KINDS_BY_AREA = {
     **{kind: (kind,) for kind in (*style.KINDS[:-1], "temporaries")},
     "rest": ("buffers", "batch", "workspace"),
 }
@@ -39,10 +39,10 @@ def plot_timeline(
     and workspaces. `name` and settings in `plan` are for the title. Without `gpu_limit_bytes` there
     is no limit line.
     """
-    columns = _columns(timeline)
+    columns = _column_events(timeline)
     areas = {
         area: [sum(timeline.kinds[k][i] for k in kinds) / GIB for i in columns]
-        for area, kinds in _DRAWN.items()
+        for area, kinds in _KINDS_BY_AREA.items()
     }
     reserved = [timeline.reserved[i] / GIB for i in columns]
     limit = gpu_limit_bytes / GIB if gpu_limit_bytes else 0.0
@@ -80,7 +80,7 @@ def plot_timeline(
     return canvas.figure
 
 
-def _columns(timeline: Timeline) -> list[int]:
+def _column_events(timeline: Timeline) -> list[int]:
     num_points = len(timeline.reserved)
     size = -(-num_points // MAX_COLUMNS)
     return [
@@ -109,7 +109,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
         )  # fmt: skip
         if area in ("params", "grads", "optimizer"):  # kinds whose top line cannot hide a spike
             axes.step(x, [*upper, upper[-1]], where="post", color=theme.background, linewidth=1.0)
-        center = _room_for(panel, area, columns, lower, upper)
+        center = _place_for_text(panel, area, columns, lower, upper)
         if center:
             axes.text(
                 *center, area, size=style.VALUE, color=text_on(color), ha="center", va="center",
@@ -117,7 +117,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
             )  # fmt: skip
 
 
-def _room_for(
+def _place_for_text(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
     """Return (x, GiB) for the middle of `text` in an area of the chart; None if it has too little

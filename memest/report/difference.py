@@ -56,7 +56,7 @@ def changes(
     """Return a `Change` per script line or kind of memory whose bytes differ, largest growth first.
     `before` and `after` are rows at the peak in two reports. Lines with the same text in the same
     file are one row, so that a line may move."""
-    old, new = _sizes(before), _sizes(after)
+    old, new = _bytes_by_row(before), _bytes_by_row(after)
     changed = []
     for key, (name, _) in (old | new).items():
         _, source = key
@@ -68,7 +68,7 @@ def changes(
     return tuple(sorted(changed, key=lambda change: (-change.added_bytes, change.name)))
 
 
-def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
+def _bytes_by_row(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
     """Return (name, bytes) by key; rows with the same key are added up. The key is (file, source
     text) for a script line, and (kind of memory, "") for other rows."""
     sizes: dict[tuple[str, str], tuple[str, int]] = {}
@@ -256,28 +256,28 @@ def sarif(
                     {"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()
                 ],
             }},
-            "results": [r for pair in pairs for r in _results(*pair, folder)],
+            "results": [r for pair in pairs for r in _sarif_results(*pair, folder)],
         }],
     }  # fmt: skip
 
 
-def _results(
+def _sarif_results(
     report: SimulatedReport, difference: Difference | None, folder: Path
 ) -> Iterator[dict[str, Any]]:
     verdict = report.verdicts.get(report.gpu)
     if verdict is not None and verdict.verdict is Outcome.OOM:
         *_, place = verdict.at.split(", ")
-        yield _result("out-of-memory", "error", summary_line(report), place, folder)
+        yield _sarif_result("out-of-memory", "error", summary_line(report), place, folder)
     for change in difference.changes if difference else ():
         if change.added_bytes > 0:
             text = (
                 f"holds {format_bytes(change.added_bytes)} more at the peak"
                 f" ({format_bytes(change.before_bytes)} before)"
             )
-            yield _result("memory-grew", "warning", text, change.name, folder)
+            yield _sarif_result("memory-grew", "warning", text, change.name, folder)
 
 
-def _result(rule: str, level: str, text: str, place: str, folder: Path) -> dict[str, Any]:
+def _sarif_result(rule: str, level: str, text: str, place: str, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"ruleId": rule, "level": level, "message": {"text": text}}
     file, _, number = place.rpartition(":")
     if file and number.isdigit():
@@ -302,7 +302,7 @@ def _path_in(folder: Path, name: str) -> str:
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
     """Return text that compares predictions with measurements: a table of peaks, then `summary`.
     For each experiment with a large error, a line has the phase in which the error begins."""
-    lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
+    lines = table([_HEADER, *(_comparison_cells(c) for c in comparisons)], left=1)
     residuals = [  # runs that are off by more than half a percent, or 256 MiB
         f"residual of {c.name}: {c.residual}"
         for c in comparisons
@@ -311,15 +311,16 @@ def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> st
             abs(d.error_percent) > 0.5 or abs(d.error_bytes) > 256 * MIB for d in c.totals.values()
         )
     ]
-    lines += ["", *_summary(summary), *residuals, *_warnings(comparisons, summary)]
+    lines += ["", *_summary_lines(summary), *residuals, *_warning_lines(comparisons, summary)]
     return "\n".join(lines)
 
 
 def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summary) -> str:
     """Return the table of peaks and errors, and `summary`, as Markdown for the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
-    lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
-    lines += ["", *(f"- {line}" for line in [*_summary(summary), *_warnings(comparisons, summary)])]
+    lines += ["| " + " | ".join(_comparison_cells(c)) + " |" for c in comparisons]
+    remarks = [*_summary_lines(summary), *_warning_lines(comparisons, summary)]
+    lines += ["", *(f"- {line}" for line in remarks)]
     return "\n".join(lines)
 
 
@@ -333,9 +334,9 @@ def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict
                     "measured": str(c.measured.verdict),
                     "predicted": str(c.predicted.verdict),
                 },
-                "totals": {name: _difference(d) for name, d in c.totals.items()},
-                "phases": [_difference(d) for d in c.phases],
-                "states": [_difference(d) for d in c.states],
+                "totals": {name: _deviation_json(d) for name, d in c.totals.items()},
+                "phases": [_deviation_json(d) for d in c.phases],
+                "states": [_deviation_json(d) for d in c.states],
                 "residual": c.residual,
             }
             for c in comparisons
@@ -350,7 +351,7 @@ def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict
     }
 
 
-def _cells(comparison: Comparison) -> list[str]:
+def _comparison_cells(comparison: Comparison) -> list[str]:
     cells = [comparison.name]
     for deviation in comparison.totals.values():
         error = f"{deviation.error_percent:+.3f} %"
@@ -365,7 +366,7 @@ def _cells(comparison: Comparison) -> list[str]:
     return cells
 
 
-def _summary(summary: Summary) -> list[str]:
+def _summary_lines(summary: Summary) -> list[str]:
     lines = [
         f"{name}: median {median:.3f} %, worst {summary.worst_percent[name]:+.3f} %"
         for name, median in summary.median_percent.items()
@@ -380,14 +381,14 @@ def _summary(summary: Summary) -> list[str]:
     return lines
 
 
-def _warnings(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
+def _warning_lines(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
     """Return a line per library whose version differs between prediction and measurement. Another
     line is for each figure, such as the peak reserved, whose error exceeds its tolerance."""
     versions = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
     return [*versions, *(f"outside its tolerance: {line}" for line in summary.broken)]
 
 
-def _difference(difference: Any) -> dict[str, Any]:
+def _deviation_json(difference: Any) -> dict[str, Any]:
     return {
         "what": difference.what,
         "predicted_bytes": difference.predicted_bytes,

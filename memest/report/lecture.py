@@ -44,7 +44,7 @@ class Series:
     plan. Possible values of the field `color` are the kinds of memory, and these:
 
         cached      cached memory that is not usable
-        between     memory that was freed within a phase, as in `_held`
+        between     memory that was freed within a phase, as in `_held_parts`
         need        memory that a plan needs, in a waterfall chart
         more, less  growth and saving, in a waterfall chart
         ""          invisible part, on which a visible part stands
@@ -197,7 +197,7 @@ class Lecture:
 
     def title_of(self, step: Step) -> str:
         """Return the title for a change, such as `8-bit Adam saves 22 GiB: flan-t5-xxl fits`."""
-        after, size = step.after, _round(abs(step.added_bytes))
+        after, size = step.after, _rounded(abs(step.added_bytes))
         still = "still " if step.before.fits == after.fits else ""
         verdict = f"{still}{'fits' if after.fits else 'does not fit'}"
         verdict += ", barely" if after.verdict.word == "tight" else ""
@@ -283,7 +283,7 @@ class Lecture:
             probes[Phase.AFTER_BACKWARD, last_batch],
             probes[Phase.AFTER_OPTIMIZER_STEP, last_batch],
         ]
-        columns = [*map(_held, moments), row.parts]
+        columns = [*map(_held_parts, moments), row.parts]
         labels = [
             f"{name}\n{(sum(column.values()) - column.get('between', 0)) / GIB:.1f} GiB"
             for name, column in zip(_FRAMES, columns, strict=True)
@@ -311,14 +311,14 @@ class Lecture:
         name = _optimizer(row.plan)
         growth = f"{name} keeps no state"
         if step.optimizer_bytes:
-            growth = f"The first step of {name} adds {_round(step.optimizer_bytes)} GiB of state"
+            growth = f"The first step of {name} adds {_rounded(step.optimizer_bytes)} GiB of state"
         verdict = "barely fits" if row.verdict.word == "tight" else "fits"
         return [
-            f"The weights take {_round(before.params_bytes)} GiB before anything runs",
-            f"The forward saves {_round(forward.activations_bytes)} GiB for the backward",
-            f"The backward leaves {_round(backward.grads_bytes)} GiB of gradients",
+            f"The weights take {_rounded(before.params_bytes)} GiB before anything runs",
+            f"The forward saves {_rounded(forward.activations_bytes)} GiB for the backward",
+            f"The backward leaves {_rounded(backward.grads_bytes)} GiB of gradients",
             growth,
-            f"The peak needs {_round(row.needs_bytes)} GiB: {self.model(row.plan)} {verdict}",
+            f"The peak needs {_rounded(row.needs_bytes)} GiB: {self.model(row.plan)} {verdict}",
         ]
 
     def _waterfalls(self) -> Iterator[Slide]:
@@ -359,7 +359,7 @@ class Lecture:
             self.against_limit(last),
         ]
         return Slide(
-            title=f"{lead} {_round(saved_bytes)} GiB: {self.model(last.plan)} fits",
+            title=f"{lead} {_rounded(saved_bytes)} GiB: {self.model(last.plan)} fits",
             subtitle=f"From {first.plan.label}, which does not fit, to {last.plan.label}",
             notes=self._notes(notes),
             chart=self._chart(tuple(labels), columns, is_upright=True, has_legend=False),
@@ -384,7 +384,7 @@ def _optimizer(plan: TrainingPlan) -> str:
     return _OPTIMIZERS.get(plan.optim, plan.optim)
 
 
-def _held(moment: PhaseRow) -> dict[str, int]:
+def _held_parts(moment: PhaseRow) -> dict[str, int]:
     """Return bytes by part of a bar: memory at `moment` by kind, and `between`. The kinds add up to
     the bytes allocated at that moment. `between` is what the peak since the previous row has above
     that sum; it was freed again."""
@@ -401,7 +401,7 @@ def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str
     return f"{_NAMES.get(kind, kind)}: {', then '.join(texts)}: {(new - old) / GIB:+.2f}"
 
 
-def _round(num_bytes: int) -> str:
+def _rounded(num_bytes: int) -> str:
     """Return `num_bytes` in GiB as text for titles, with one decimal below 10 GiB."""
     size = num_bytes / GIB
     return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"

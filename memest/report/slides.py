@@ -33,27 +33,27 @@ def pptx_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
     presentation.slide_width, presentation.slide_height = Inches(WIDTH), Inches(HEIGHT)
     theme = DARK if dark else LIGHT
     for slide in slides:
-        _add(presentation, slide, theme)
+        _add_slide(presentation, slide, theme)
     file = io.BytesIO()
     presentation.save(file)
     return file.getvalue()
 
 
-def _add(presentation: Any, slide: Slide, theme: Theme) -> None:
+def _add_slide(presentation: Any, slide: Slide, theme: Theme) -> None:
     page = presentation.slides.add_slide(presentation.slide_layouts[_TITLE_ONLY])
     page.background.fill.solid()
     page.background.fill.fore_color.rgb = _rgb(theme.background)
     title = page.shapes.title
     title.left, title.top, title.width, title.height = map(Inches, (0.4, 0.2, WIDTH - 0.8, 0.8))
     size = 30 if len(slide.title) <= _MAX_TITLE else 30 * _MAX_TITLE / len(slide.title)
-    _write(title.text_frame, slide.title, size, theme.ink, bold=True)
+    _write_text(title.text_frame, slide.title, size, theme.ink, bold=True)
     box = page.shapes.add_textbox(*map(Inches, (0.4, 0.95, WIDTH - 0.8, 0.5)))
-    _write(box.text_frame, slide.subtitle, 18, theme.muted)
+    _write_text(box.text_frame, slide.subtitle, 18, theme.muted)
     _add_chart(page, slide.chart, theme)
     page.notes_slide.notes_text_frame.text = "\n".join(slide.notes)
 
 
-def _write(frame: Any, text: str, size: float, color: str, *, bold: bool = False) -> None:
+def _write_text(frame: Any, text: str, size: float, color: str, *, bold: bool = False) -> None:
     frame.word_wrap = True
     frame.text = text
     paragraph = frame.paragraphs[0]
@@ -73,8 +73,8 @@ def _add_chart(page: Any, chart: Chart, theme: Theme) -> None:
     native = page.shapes.add_chart(kind, *map(Inches, _BOX), data).chart
     is_long = len(chart.categories) > 6
     native.font.size, native.font.color.rgb = Pt(13 if is_long else 16), _rgb(theme.ink)
-    _axes(native, chart, theme)
-    _colour(native, chart, theme)
+    _format_axes(native, chart, theme)
+    _colour_bars(native, chart, theme)
     native.has_legend = chart.has_legend
     if chart.has_legend:
         native.legend.position = XL_LEGEND_POSITION.BOTTOM
@@ -85,10 +85,10 @@ def _add_chart(page: Any, chart: Chart, theme: Theme) -> None:
     for layout in area.findall("{*}layout"):
         area.remove(layout)
     area.insert(0, parse_xml(_LAYOUT.format(*inner)))
-    _limit(page, chart, theme, inner)
+    _draw_limit(page, chart, theme, inner)
 
 
-def _axes(native: Any, chart: Chart, theme: Theme) -> None:
+def _format_axes(native: Any, chart: Chart, theme: Theme) -> None:
     values, names = native.value_axis, native.category_axis
     values.minimum_scale, values.maximum_scale = 0, round(chart.top, 2)
     values.major_unit = 20 if chart.top > 50 else 5
@@ -100,7 +100,7 @@ def _axes(native: Any, chart: Chart, theme: Theme) -> None:
     names.tick_label_position = XL_TICK_LABEL_POSITION.LOW
 
 
-def _colour(native: Any, chart: Chart, theme: Theme) -> None:
+def _colour_bars(native: Any, chart: Chart, theme: Theme) -> None:
     plot, colors = native.plots[0], colors_of(theme)
     plot.gap_width, plot.overlap = 35, 100
     for series, native_series in zip(chart.series, plot.series, strict=True):
@@ -125,7 +125,7 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
         labels.font.color.rgb = _rgb(ink)
 
 
-def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, float, float]) -> None:
+def _draw_limit(page: Any, chart: Chart, theme: Theme, inner: Sequence[float]) -> None:
     """Draw a labelled line at the GPU's memory limit over `chart` on `page`, a PowerPoint slide.
     `inner` is the plot area's (left, top, width, height) as shares of the chart's box."""
     box_left, box_top, box_width, box_height = _BOX
@@ -145,7 +145,7 @@ def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, flo
     line.shadow.inherit = False
     line.line.color.rgb, line.line.width = _rgb(theme.ink), Pt(3)
     box = page.shapes.add_textbox(*map(Inches, label_box))
-    _write(box.text_frame, chart.limit_name, 16, theme.ink, bold=True)
+    _write_text(box.text_frame, chart.limit_name, 16, theme.ink, bold=True)
     box.text_frame.paragraphs[0].alignment = PP_ALIGN.RIGHT
 
 

@@ -58,15 +58,15 @@ def render_text(
         [paint(f"warning: {line}", BAD) for line in report.warnings],
         answer(report, change=change),
         heading(report),
-        _terms(report),
-        _totals(report),
+        _term_lines(report),
+        _total_lines(report),
         table(rank_rows(report), left=1, last_left=True) if report.ranks else [],
         table(module_rows(report, MAX_ROWS), left=1) if report.modules else [],
-        _lines(report),
+        _script_lines(report),
         table(levels, left=1) if len(levels) > 1 or not report.is_script else [],
-        _closed_form(report),
+        _closed_form_lines(report),
         verdict_table(report.verdicts),
-        _times(report, training),
+        _time_lines(report, training),
         guesses_of(report),
         [paint(line, DIM) for line in _assumed(report, verbose=verbose)],
     ]
@@ -74,7 +74,7 @@ def render_text(
     return text if colour else plain(text)
 
 
-def _times(report: SimulatedReport, training: Training | None) -> list[str]:
+def _time_lines(report: SimulatedReport, training: Training | None) -> list[str]:
     """Return lines on the estimated times of a step, and of `training` if given; [] if unknown."""
     if not report.times:
         return []
@@ -171,7 +171,7 @@ def unit_in(report: SimulatedReport) -> Unit:
     return units.unit_of(report.peak_reserved_bytes)
 
 
-def _terms(report: SimulatedReport) -> list[str]:
+def _term_lines(report: SimulatedReport) -> list[str]:
     unit = unit_in(report)
     note = "" if report.is_script else "arithmetic"
     rows = [["held at the peak", "", "share", note]]
@@ -187,7 +187,7 @@ def where(report: SimulatedReport) -> str:
     return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, *peak.places)))
 
 
-def _totals(report: SimulatedReport) -> list[str]:
+def _total_lines(report: SimulatedReport) -> list[str]:
     slack = report.peak_reserved_bytes - report.peak_allocated_bytes
     context = report.process_bytes - report.peak_reserved_bytes
     overhead = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
@@ -253,7 +253,7 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
     return rows
 
 
-def _closed_form(report: SimulatedReport) -> list[str]:
+def _closed_form_lines(report: SimulatedReport) -> list[str]:
     """Return lines that compare the MiB which a layer saves for its backward with a textbook's
     formula. The first row has the MiB by the formula. Each row in the middle has one difference
     between simulation and formula, with its reason. The last row has the simulated MiB, a mean over
@@ -311,7 +311,7 @@ def _module_cells(name: str, rows: Sequence[HeldRow], unit: Unit) -> list[str]:
     return [name, *unit.adding_up([*sizes, total - sum(sizes)]), unit.of(total)]
 
 
-def _lines(report: SimulatedReport) -> list[str]:
+def _script_lines(report: SimulatedReport) -> list[str]:
     rows, unit = report.lines, unit_in(report)
     if not rows:
         return []

@@ -46,7 +46,7 @@ class Training:
 
 def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
     """Return how many optimizer steps `epochs` passes over `samples` samples take under `plan`."""
-    return max(1, ceil(epochs * samples / _samples(plan)))
+    return max(1, ceil(epochs * samples / _samples_per_step(plan)))
 
 
 def read_prices(given: str | None) -> dict[str, float]:
@@ -62,7 +62,7 @@ def read_prices(given: str | None) -> dict[str, float]:
     if given is None:
         return {}
     if re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", given):
-        return {"": _positive(given)}
+        return {"": _positive_price(given)}
     path = Path(given)
     if path.is_dir():
         return _catalogue_prices(path)
@@ -71,7 +71,7 @@ def read_prices(given: str | None) -> dict[str, float]:
         raise PlanError(
             f"`{path}` has no prices", hint="write one line per GPU, such as `h100-80gb: 2.10`"
         )
-    return {find_gpu(str(name)).name: _positive(price) for name, price in prices.items()}
+    return {find_gpu(str(name)).name: _positive_price(price) for name, price in prices.items()}
 
 
 def _catalogue_prices(folder: Path) -> dict[str, float]:
@@ -90,7 +90,7 @@ def _catalogue_prices(folder: Path) -> dict[str, float]:
                 is_spot = row["spot"] == "True"
             except (KeyError, TypeError, ValueError) as error:
                 raise PlanError(f"`{path}` is no catalogue of gpuhunt: {error!r}") from error
-            gpu = _sold_as(name, memory_gb) if count and not is_spot else None
+            gpu = _catalogue_name(name, memory_gb) if count and not is_spot else None
             if gpu is not None and price > 0:
                 prices[gpu] = min(price / count, prices.get(gpu, float("inf")))
     if not prices:
@@ -102,7 +102,7 @@ def _catalogue_prices(folder: Path) -> dict[str, float]:
 
 
 @cache
-def _sold_as(name: str, memory_gb: float) -> str | None:
+def _catalogue_name(name: str, memory_gb: float) -> str | None:
     """Return memest's name of a provider's GPU `name` of `memory_gb` GB; None if it is unknown."""
     for text in (f"{name} {memory_gb:g}GB", name):
         try:
@@ -114,7 +114,7 @@ def _sold_as(name: str, memory_gb: float) -> str | None:
     return None
 
 
-def _positive(value: Any) -> float:
+def _positive_price(value: Any) -> float:
     try:
         price = float(value)
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def time_cells(
     """Return a header and a row per GPU of `gpus` (None: all) with the times of a step. `training`
     adds columns for its hours and price; None adds none."""
     plan = {} if report.plan.get("lengths") else report.plan  # tokens per second need equal lengths
-    tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
+    tokens = int(plan["seq_len"]) * _samples_per_step(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)
     rows = []
     for gpu in report.times if gpus is None else gpus:
@@ -146,27 +146,27 @@ def time_cells(
             row["tokens/s"] = f"{tokens / time.seconds:,.0f}"
         if training is not None:
             hours, price = training.hours(time), training.price_of(gpu)
-            row["hours"] = _interval(*hours)
+            row["hours"] = _with_interval(*hours)
             if has_price:
-                row["price"] = "" if price is None else _interval(*(price * h for h in hours))
+                row["price"] = "" if price is None else _with_interval(*(price * h for h in hours))
         rows.append(row)
     return [[*rows[0]], *([*row.values()] for row in rows)]
 
 
-def _interval(middle: float, low: float, high: float) -> str:
-    return f"{_figure(middle)} ({_figure(low)} to {_figure(high)})"
+def _with_interval(middle: float, low: float, high: float) -> str:
+    return f"{_figure_text(middle)} ({_figure_text(low)} to {_figure_text(high)})"
 
 
-def _figure(number: float) -> str:
+def _figure_text(number: float) -> str:
     """Return `number`, hours or a price, with two decimals; below 0.1, with two significant digits.
 
-    >>> _figure(1234.5), _figure(0.3), _figure(0.00072)
+    >>> _figure_text(1234.5), _figure_text(0.3), _figure_text(0.00072)
     ('1,234.50', '0.30', '0.00072')
     """
     return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"
 
 
-def _samples(plan: Mapping[str, Any]) -> int:
+def _samples_per_step(plan: Mapping[str, Any]) -> int:
     gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)
     return int(plan["batch_size"] * plan["accumulate_grad_batches"] * gpus)
 

@@ -31,12 +31,12 @@ def run_both(arguments: Sequence[str], base: str) -> BothReports:
     left out if `base` is empty or the run before it writes no report."""
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)
-        code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")
+        code, now = _run_memest(arguments, Path.cwd(), folder / "now.json", "--check")
         if not base or now is None:
             return BothReports(code, now, None)
         try:
             with _work_tree(base, folder / "tree") as work_tree:
-                base_code, base_report = _run(arguments, work_tree, folder / "base.json")
+                base_code, base_report = _run_memest(arguments, work_tree, folder / "base.json")
         except MemestError as error:
             return BothReports(code, now, None, (str(error),))
     notes = () if base_report else (f"the script ends with exit code {base_code} on `{base}`",)
@@ -48,7 +48,7 @@ def repository() -> Path:
     return Path(_git("rev-parse", "--show-toplevel") or Path.cwd())
 
 
-def _run(
+def _run_memest(
     arguments: Sequence[str], folder: Path, report: Path, *options: str
 ) -> tuple[int, RunReport | None]:
     command = [sys.executable, "-P", "-m", "memest", "run", *options, "--json", str(report)]

@@ -277,11 +277,11 @@ def preflight(
             return _OFF_HERE
         os.environ[_DONE] = f"{os.getpid()} {key}"
     started = time.monotonic()
-    result = _check(command, max_steps, started + time_limit, margin_bytes)
+    result = _simulate(command, max_steps, started + time_limit, margin_bytes)
     result = replace(result, elapsed_s=time.monotonic() - started)
     _done = main, result
     if result.outcome is Outcome.UNKNOWN:
-        _print([f"memest preflight: not checked: {result.why}"])
+        _print_lines([f"memest preflight: not checked: {result.why}"])
     elif result.outcome is Outcome.OOM:
         raise PreflightStop(result)
     return result
@@ -299,7 +299,7 @@ def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
     if report is None or torch is None or not torch.cuda.is_initialized():
         return
     measured = torch.cuda.max_memory_reserved()
-    _print(["", report.summary(measured_bytes=measured)])  # below a progress bar
+    _print_lines(["", report.summary(measured_bytes=measured)])  # below a progress bar
     predicted = report.verdicts[report.gpu].reserved_bytes
     yield {"memest/predicted_gib": predicted / GIB, "memest/measured_gib": measured / GIB}
 
@@ -316,13 +316,13 @@ def _is_off() -> bool:
     return virtual is not None and virtual.VirtualGpu._active is not None
 
 
-def _print(lines: list[str]) -> None:
+def _print_lines(lines: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
 
-def _check(
+def _simulate(
     command: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
     """Simulate `command` for `max_steps` steps until `deadline` (monotonic, seconds), and return
@@ -342,7 +342,7 @@ def _check(
     if report is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=why)
     if not report.fits:
-        _print([_RULE, *_oom_lines(script, report), _RULE])
+        _print_lines([_RULE, *_oom_lines(script, report), _RULE])
         return Preflight(outcome=Outcome.OOM, report=report)
     if report.ending not in _ENDS or report.error:
         why = f"the virtual run ended early: {report.error}"
@@ -353,7 +353,7 @@ def _check(
     if spare >= margin_bytes:
         return Preflight(outcome=Outcome.FITS, report=report)
     needs, usable = gib_or_mib(report.limit_bytes - spare), gib_or_mib(report.limit_bytes)
-    _print([f"memest preflight: `{command.label}` fits {_gpu_text(device)}, but it is tight:"
+    _print_lines([f"memest preflight: `{command.label}` fits {_gpu_text(device)}, but it is tight:"
             f" needs {needs} of {usable} usable, {gib_or_mib(spare)} to spare"
             f" after {report.num_steps} steps"])  # fmt: skip
     return Preflight(outcome=Outcome.TIGHT, report=report)

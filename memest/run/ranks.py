@@ -48,10 +48,10 @@ def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> li
         rank=0, world_size=size, num_local=num_local or 1,
         is_launched=num_local is not None or num_nodes > 1, mailbox=mailbox,
     )  # fmt: skip
-    return [replace(first, rank=rank) for rank in _numbers(numbers, size)]
+    return [replace(first, rank=rank) for rank in _parse_ranks(numbers, size)]
 
 
-def _numbers(numbers: str, size: int) -> list[int]:
+def _parse_ranks(numbers: str, size: int) -> list[int]:
     if not numbers:
         return sorted({0, size - 1})
     try:
@@ -135,7 +135,7 @@ def run_together(
                     running[submit(partial(_run_as, rank, run), output=output)] = rank
                 for child in wait_any(running, POLL_SECONDS):
                     rank = running.pop(child)
-                    results.append((rank, _result(rank, child)))
+                    results.append((rank, _rank_result(rank, child)))
                 requested = mailbox.requested() if has_peers else set()
                 failed = [(r, result) for r, result in results if r is first and result.exit_code]
                 if failed and not requested:
@@ -155,16 +155,16 @@ def run_together(
             for child in running:
                 child.kill()
         for output in outputs.values():
-            _print(output)
-    return sorted(results, key=_number)
+            _print_output(output)
+    return sorted(results, key=_rank_number)
 
 
-def _number(pair: tuple[Rank, Any]) -> int:
+def _rank_number(pair: tuple[Rank, Any]) -> int:
     rank, _ = pair
     return rank.rank
 
 
-def _print(output: tuple[str, str]) -> None:
+def _print_output(output: tuple[str, str]) -> None:
     for path, stream in zip(output, (sys.stdout, sys.stderr), strict=True):
         with suppress(FileNotFoundError):
             stream.write(Path(path).read_text(encoding="utf-8", errors="replace"))
@@ -180,7 +180,7 @@ def _interrupted(
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():
         with suppress(MemestError):
-            yield rank, _result(rank, child)
+            yield rank, _rank_result(rank, child)
 
 
 def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
@@ -189,7 +189,7 @@ def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
         return run(rank)
 
 
-def _result(rank: Rank, child: Child) -> RunResult:
+def _rank_result(rank: Rank, child: Child) -> RunResult:
     try:
         result: RunResult = child.answer()
     except DiedError as error:
@@ -262,6 +262,6 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 
 def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
     """Yield a row of figures for each rank that was run, in the order of their numbers."""
-    for rank, report in sorted(reports, key=_number):
+    for rank, report in sorted(reports, key=_rank_number):
         figures = {field.name: getattr(report, field.name) for field in fields(RankRow)}
         yield RankRow(**{**figures, "rank": rank.rank})

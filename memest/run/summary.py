@@ -86,17 +86,17 @@ def report_of(
         peak_reserved_bytes=history.peak_reserved_bytes,
         process_bytes=history.peak_reserved_bytes + outside_bytes,
         host_bytes=mode.host.peak_bytes,
-        peak=_peak(history),
-        terms=_terms(entries, history.peak_allocated_bytes),
-        modules=_rows(entries, _module_group),
-        lines=_rows(entries, lambda entry: entry.site.where or NO_LINE, mode.attribution.lines),
+        peak=_run_peak(history),
+        terms=_term_rows(entries, history.peak_allocated_bytes),
+        modules=_rows_by(entries, _module_group),
+        lines=_rows_by(entries, lambda entry: entry.site.where or NO_LINE, mode.attribution.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
-        steps=_steps(history),
+        steps=_step_rows(history),
         intervals=intervals_of(virtual, outside_bytes=outside_bytes),
         verdicts=verdicts,
         times={name: step for name, step in times.items() if step is not None},
-        guesses=_guesses(mode.guesses),
+        guesses=_guess_rows(mode.guesses),
         coverage=coverage_of(mode.kernels.coverage),
         warnings=tuple(mode.notes.warnings),
         notes=(*mode.notes.texts, *notes),
@@ -135,14 +135,14 @@ def _usable_bytes(virtual: VirtualGpu, gpu: Gpu) -> int:
     return usable if virtual.limit_bytes is None else min(usable, virtual.limit_bytes)
 
 
-def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
+def _guess_rows(guesses: Guesses) -> tuple[Guess, ...]:
     return tuple(
         Guess(line=line, what=_READ_OF_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
         for (line, what), count in guesses.counts.most_common()
     )
 
 
-def _peak(history: History) -> RunPeak:
+def _run_peak(history: History) -> RunPeak:
     site = history.peak_site
     if site is None:
         return RunPeak(step=0, phase="", module="", op="", line="")
@@ -151,8 +151,8 @@ def _peak(history: History) -> RunPeak:
     )
 
 
-def _terms(entries: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
-    nonzero = [row for row in _rows(entries, _kind_of) if row.num_bytes]
+def _term_rows(entries: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
+    nonzero = [row for row in _rows_by(entries, _kind_of) if row.num_bytes]
     rows = [replace(r, kinds={}) for r in sorted(nonzero, key=lambda row: KINDS.index(row.name))]
     rounding_bytes = peak_bytes - sum(row.num_bytes for row in rows)
     return (*rows, HeldRow(name="rounding", num_bytes=rounding_bytes, num_tensors=0, kinds={}))
@@ -169,7 +169,7 @@ def _module_group(entry: Held) -> str:
     return ".".join(module.split(".")[:3]) or "(outside of modules)"
 
 
-def _rows(
+def _rows_by(
     entries: Iterable[Held], group_of: Callable[[Held], str], lines: ScriptLines | None = None
 ) -> tuple[HeldRow, ...]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
@@ -186,19 +186,19 @@ def _rows(
             num_bytes=sum(sizes.values()),
             num_tensors=counts[name],
             kinds={kind: sizes[kind] for kind in KINDS if sizes[kind]},
-            source="" if lines is None else _source(*lines.place_of(line_of[name])),
+            source="" if lines is None else _source_text(*lines.place_of(line_of[name])),
         )
         for name, sizes in kinds.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.num_bytes, row.name)))
 
 
-def _source(file: str, number: int) -> str:
+def _source_text(file: str, number: int) -> str:
     text = linecache.getline(file, number).strip() if file else ""
     return text if len(text) <= MAX_SOURCE else f"{text[: MAX_SOURCE - 3]}..."
 
 
-def _steps(history: History) -> tuple[RunStep, ...]:
+def _step_rows(history: History) -> tuple[RunStep, ...]:
     rows = {row.step: row for row in history.first_steps}
     for row in (history.highest_step, history.last_step):
         if row is not None:

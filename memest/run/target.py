@@ -187,7 +187,7 @@ def active_environment() -> Path | None:
     folder = os.environ.get("VIRTUAL_ENV")
     if not folder or os.path.realpath(folder) == os.path.realpath(sys.prefix):
         return None
-    return next((path for path in _interpreters(Path(folder)) if path.is_file()), None)
+    return next((path for path in _interpreter_paths(Path(folder)) if path.is_file()), None)
 
 
 def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
@@ -200,7 +200,7 @@ def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
     Raises:
         PlanError: there is no such interpreter, it is too old, or it has no torch or no NumPy.
     """
-    python, prefix, installed = _examine(python)
+    python, prefix, installed = _examine_python(python)
     if os.path.realpath(prefix) == os.path.realpath(sys.prefix):
         return None
     folder = _folder_of_links([name for name in PURE if name not in installed])
@@ -213,16 +213,16 @@ def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
     return subprocess.call(command, env=environment)
 
 
-def _interpreters(folder: Path) -> list[Path]:
+def _interpreter_paths(folder: Path) -> list[Path]:
     return [folder / "bin" / "python", folder / "Scripts" / "python.exe"]
 
 
-def _examine(python: Path) -> tuple[Path, str, list[str]]:
+def _examine_python(python: Path) -> tuple[Path, str, list[str]]:
     """Return facts on `python`, an interpreter or the folder of its environment. They are the path
     of the interpreter, its `sys.prefix`, and a list of installed packages. The list has torch,
     NumPy and the packages of `PURE` as far as they are installed."""
     if python.is_dir():
-        python = next((p for p in _interpreters(python) if p.is_file()), python)
+        python = next((p for p in _interpreter_paths(python) if p.is_file()), python)
     program = shutil.which(python)
     if program is None:
         raise PlanError(f"`{python}` is not a Python interpreter", hint="--python .venv/bin/python")

@@ -154,12 +154,12 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     pairs = list(zip(predicted.phases, measured.phases, strict=False))
     intervals = predicted.phase_intervals or [exactly(p.allocated_bytes) for p, _ in pairs]
     phases = tuple(
-        Deviation(what=_label(m), predicted=interval, measured_bytes=m.allocated_bytes)
+        Deviation(what=_phase_label(m), predicted=interval, measured_bytes=m.allocated_bytes)
         for interval, (_, m) in zip(intervals, pairs, strict=False)
     )
     states = tuple(
         Deviation(
-            what=f"{key} {_label(m)}",
+            what=f"{key} {_phase_label(m)}",
             predicted=exactly(getattr(p, key)),
             measured_bytes=getattr(m, key),
         )
@@ -177,7 +177,7 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
         name=measured.name,
         measured=measured,
         predicted=predicted,
-        totals={name: _total(name, predicted, measured) for name in TOTALS},
+        totals={name: _total_deviation(name, predicted, measured) for name in TOTALS},
         phases=phases,
         states=states,
         residual=_residual(pairs),
@@ -190,7 +190,7 @@ def exactly(num_bytes: int) -> Interval:
     return Interval(low_bytes=num_bytes, high_bytes=num_bytes)
 
 
-def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
+def _total_deviation(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
     """Return the deviation of the total `name`, a key of `TOTALS`. If several ranks were measured,
     return the deviation of the rank whose error in per cent is largest."""
     key = TOTALS[name]
@@ -200,7 +200,7 @@ def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation
     return max(deviations, key=lambda deviation: abs(deviation.error_percent))
 
 
-def _label(row: PhaseRow) -> str:
+def _phase_label(row: PhaseRow) -> str:
     return f"step {row.step}.{row.micro_batch} {row.phase}"
 
 
@@ -216,7 +216,7 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
             error = getattr(predicted, key) - getattr(measured, key)
             change = error - previous[key]
             if abs(change) > abs(largest):
-                largest, label, part = change, _label(measured), key.removesuffix("_bytes")
+                largest, label, part = change, _phase_label(measured), key.removesuffix("_bytes")
             previous[key] = error
     return f"{largest / MIB:+.1f} MiB in {part} from {label} on" if label else ""
 

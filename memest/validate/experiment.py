@@ -110,13 +110,13 @@ def measured_versions() -> dict[str, str]:
 
 def device_used_bytes(index: int) -> int | None:
     """Return bytes in use on GPU `index` by all processes, read without CUDA; None without NVML."""
-    return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
+    return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, index)).used))
 
 
 def device_clock_mhz(index: int) -> int | None:
     """Return the current SM clock of GPU `index` in MHz; None without NVML."""
     return with_nvml(
-        lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
+        lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_nvml_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
 
 
@@ -140,14 +140,14 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 def _process_bytes(nvml: Any, index: int) -> int | None:
     """Return the bytes that NVML gives for this process on GPU `index`; None if unknown. A
     container may hide the process's id: the only process on the GPU is then taken for this one."""
-    processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(nvml, index))
     own = [process for process in processes if process.pid == os.getpid()] or processes
     if len(own) != 1 or own[0].usedGpuMemory is None:
         return None
     return int(own[0].usedGpuMemory)
 
 
-def _handle(nvml: Any, index: int) -> Any:
+def _nvml_handle(nvml: Any, index: int) -> Any:
     """Return NVML's handle of the device that CUDA calls `index`, under `CUDA_VISIBLE_DEVICES`."""
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     device = visible[index] if any(visible) and index < len(visible) else str(index)

@@ -116,7 +116,7 @@ def merge(measured: Sequence[Measurement]) -> Measurement:
         worst,
         device={k: v for k, v in worst.device.items() if k not in _RANK_KEYS},
         host_bytes=sum(m.host_bytes for m in measured),
-        ranks=tuple(_figures(m) for m in sorted(measured, key=_rank)),
+        ranks=tuple(_rank_figures(m) for m in sorted(measured, key=_rank)),
     )
 
 
@@ -124,7 +124,7 @@ def _rank(measured: Measurement) -> int:
     return int(measured.device.get("rank", 0))
 
 
-def _figures(measured: Measurement) -> dict[str, Any]:
+def _rank_figures(measured: Measurement) -> dict[str, Any]:
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "process_bytes", "host_bytes")
     return {
         "rank": _rank(measured),
@@ -202,10 +202,10 @@ def run_and_exit(
     """Run `experiment`, write its measurement to `report`, and end the process without any
     teardown. A plan with a Lightning strategy gets a process per GPU; their reports are merged."""
     if not plan.is_distributed:
-        _run(plan, options, report, experiment, lambda: leave(0))
+        _run_and_deliver(plan, options, report, experiment, lambda: leave(0))
     measured = run_ranks(
         plan.world_size,
-        lambda path: _run(plan, options, path, experiment, wait_for_the_end),
+        lambda path: _run_and_deliver(plan, options, path, experiment, wait_for_the_end),
         report.parent,
     )
     if measured:
@@ -213,7 +213,7 @@ def run_and_exit(
     leave(0 if measured else 1)
 
 
-def _run(
+def _run_and_deliver(
     plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment,
     end: Callable[[], NoReturn],
 ) -> NoReturn:  # fmt: skip
@@ -292,7 +292,7 @@ def validate(
             that is missing, or `results` cannot be used. Also raised if a plan sets `beside`, the
             memory of other processes: a measured run is alone on its GPU.
     """
-    _check(plans)
+    _check_plans(plans)
     missing = [_missing_package(plan) for plan in plans]
     if missing and all(missing):
         require(*missing)
@@ -304,7 +304,7 @@ def validate(
     for plan in pending:
         resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     measure = partial(
-        _measure, logs=_logs(results.absolute()), device=device, timeout_s=timeout_s,
+        _measure, logs=_log_folder(results.absolute()), device=device, timeout_s=timeout_s,
         options=options, start=start,
     )  # fmt: skip
     reports = {m.name: m for m in completed}
@@ -315,13 +315,13 @@ def validate(
             results_file.append(results, event.result)
 
     with watched(store):
-        for runner, members in _parts(pending, engine, workers, device):
+        for runner, members in _engines_and_plans(pending, engine, workers, device):
             runner.map(
                 measure, members, label=lambda plan: plan.label,
                 died=lambda plan, error: _failed_measurement(device, plan, str(error)),
             )  # fmt: skip
     with suppress(OSError):  # not there, or holds logs of failed runs
-        _logs(results).rmdir()
+        _log_folder(results).rmdir()
     labels = [plan.label for plan in plans]
     results_file.sort(results, labels)
     return [reports[label] for label in labels]
@@ -343,7 +343,7 @@ def _detect(task: str) -> Device:
     return detect_device()
 
 
-def _parts(
+def _engines_and_plans(
     plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
 ) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
     """Yield pairs (engine, its plans), to be run in this order; arguments are as in `validate`."""
@@ -372,7 +372,7 @@ def _is_alone(plan: TrainingPlan) -> bool:
     return plan.is_distributed or plan.optim.startswith("paged_") or plan.offloads
 
 
-def _check(plans: Sequence[TrainingPlan]) -> None:
+def _check_plans(plans: Sequence[TrainingPlan]) -> None:
     labels: set[str] = set()
     for label in (plan.label for plan in plans):
         if label in labels:
@@ -445,7 +445,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
         child = start(plan, options, report=report, log=log)
-        ending = _wait(child, timeout_s)
+        ending = _wait_for(child, timeout_s)
         measured = Measurement.read(report)
     if measured is not None:
         log.unlink(missing_ok=True)
@@ -454,7 +454,7 @@ def _measure(
     return _failed_measurement(device, plan, note, time.monotonic() - started)
 
 
-def _wait(child: Child, timeout_s: float) -> str:
+def _wait_for(child: Child, timeout_s: float) -> str:
     """Wait at most `timeout_s` seconds for `child`, then kill it; return how it ended as text."""
     try:
         code = child.wait(timeout_s)
@@ -534,7 +534,7 @@ def _failed_measurement(
     )  # fmt: skip
 
 
-def _logs(results: Path) -> Path:
+def _log_folder(results: Path) -> Path:
     return results.with_name(f"{results.stem}.logs")
 
 

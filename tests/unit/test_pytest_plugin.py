@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memest.pytest_plugin import _stored
+from memest.pytest_plugin import _stored_peaks
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,4 +240,4 @@ def test_a_file_without_peaks_is_an_error(content: str, folder: Path) -> None:
     config: Any = SimpleNamespace(rootpath=folder, stash=pytest.Stash())
 
     with pytest.raises(pytest.UsageError, match="or no peaks"):
-        _stored(config)
+        _stored_peaks(config)
