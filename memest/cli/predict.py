@@ -202,5 +202,4 @@ def advise(
         advice = find_advice(plan, gpu, max_predictions=max_predictions)
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     print_or_write(text, output, is_folded=not as_json)
-    has_answer = advice.fits or advice.options
-    return OOM_EXIT_CODE if check and not has_answer else 0
+    return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -133,8 +133,8 @@ class Lecture:
         self.gpu = next(iter(rows.limits))
         self.limit_bytes = rows.limits[self.gpu]
         names = {row.plan.model_name for row in rows.rows}
-        heads = {name.partition("-")[0] for name in names}
-        self._cut = len(heads.pop()) + 1 if len(heads) == 1 and len(names) > 1 else 0
+        prefixes = {f"{name.partition('-')[0]}-" for name in names}
+        self._prefix = prefixes.pop() if len(prefixes) == 1 and len(names) > 1 else ""
         self.steps = [step for step in map(self._step, range(len(rows.rows))) if step is not None]
 
     def slides(self) -> list[Slide]:
@@ -146,7 +146,7 @@ class Lecture:
 
     def model(self, plan: TrainingPlan) -> str:
         """Return the name of the plan's model, without the prefix that all models share."""
-        return plan.model_name[self._cut :]
+        return plan.model_name.removeprefix(self._prefix)
 
     def _step(self, index: int) -> Step | None:
         """Return the change to row `index` from the most similar earlier row; None without one."""
@@ -205,12 +205,13 @@ class Lecture:
         if "model" in step.changes:
             word = "more" if step.added_bytes > 0 else "less"
             return f"{name} needs {size} GiB {word} than {self.model(step.before.plan)}: {verdict}"
-        subject = " and ".join(step.words)
-        subject, plural = subject[0].upper() + subject[1:], "s" if len(step.words) == 1 else ""
+        words = " and ".join(step.words)
+        subject = words[0].upper() + words[1:]  # other letters keep their case: `LoRA`
+        ending = "s" if len(step.words) == 1 else ""
         if abs(step.added_bytes) < SAME_BYTES:
-            return f"{subject} change{plural} nothing: {name} {verdict}"
+            return f"{subject} change{ending} nothing: {name} {verdict}"
         verb = "add" if step.added_bytes > 0 else "save"
-        return f"{subject} {verb}{plural} {size} GiB: {name} {verdict}"
+        return f"{subject} {verb}{ending} {size} GiB: {name} {verdict}"
 
     def against_limit(self, row: Row) -> str:
         """Return a sentence on the GPU's usable memory, and what `row` leaves or lacks of it."""

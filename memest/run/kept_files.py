@@ -31,7 +31,7 @@ MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kep
 
 
 class _ThreadState(threading.local):
-    is_moving_files = False  # True while this module itself moves files
+    is_moving = False  # True while this module itself moves files
 
 
 _thread = _ThreadState()
@@ -222,10 +222,9 @@ def _with_hook(hook: Callable[..., None], function: Callable[..., Any]) -> Calla
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _thread.is_moving_files:
-            faults = (OSError, TypeError, ValueError)  # the call itself reports these
-            with setting(_thread, "is_moving_files", True), suppress(*faults):
-                hook(*args, **kwargs)
+        if not _thread.is_moving:
+            with setting(_thread, "is_moving", True), suppress(OSError, TypeError, ValueError):
+                hook(*args, **kwargs)  # the call itself reports errors
         return function(*args, **kwargs)
 
     return call

@@ -142,10 +142,9 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
         spec = None
     if spec is None or not all(part.isidentifier() for part in name.split(".")):
         raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(root, IS_INSTALLED))
-    if spec.origin:
-        folder = Path(spec.origin).parent
-    else:  # a namespace package
-        folder = Path(next(iter(spec.submodule_search_locations or ()), ""))
+    locations = spec.submodule_search_locations or [""]
+    # a namespace package has no origin
+    folder = Path(spec.origin).parent if spec.origin else Path(next(iter(locations)))
     roots = (folder,) if is_in_packages(folder.parent) else ()
     return Target(name, args, is_module=True, path=cwd, roots=roots)
 

@@ -488,5 +488,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemestError):
         return False
     text = str(error)
-    is_of_library = any(message in text for message in _OOM_MESSAGES)
-    return type(error).__name__ == "OutOfMemoryError" or is_of_library
+    return type(error).__name__ == "OutOfMemoryError" or any(m in text for m in _OOM_MESSAGES)

@@ -59,6 +59,14 @@ def test_the_need_of_each_row_is_that_of_predict(rows: Rows, path: Path) -> None
         assert row.phases == report.phases
 
 
+def test_a_model_named_like_the_shared_prefix_keeps_its_name(rows: Rows) -> None:
+    first, *_ = rows.rows
+    larger = replace(first, plan=replace(first.plan, model_name="gpt2-medium"))
+    made = Lecture(replace(rows, rows=(first, larger)))
+
+    assert [made.model(row.plan) for row in made.rows.rows] == ["gpt2", "medium"]
+
+
 def test_each_change_is_against_the_most_similar_row_before(rows: Rows) -> None:
     made = Lecture(rows)
     names = [(step.before.plan.label, step.after.plan.label) for step in made.steps]
