@@ -224,9 +224,8 @@ def read_as(kind: Any, value: Any) -> Any:
         return None if value is None else read_as(inner, value)
     if origin is tuple:  # `tuple[X, ...]`
         return tuple(read_as(arguments[0], item) for item in value)
-    if origin is Mapping:
-        _, kind_of_value = arguments
-        return {name: read_as(kind_of_value, item) for name, item in value.items()}
+    if origin is Mapping and arguments[1] is not Any:  # `Mapping[str, X]`
+        return {name: read_as(arguments[1], item) for name, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(value)
     if not (isinstance(kind, type) and is_dataclass(kind)):

@@ -75,12 +75,8 @@ def report_of(
     gpus = {gpu_name: gpu if gpu_name == gpu.name else find_gpu(gpu_name) for gpu_name in verdicts}
     times = {gpu_name: estimate(mode.work, device) for gpu_name, device in gpus.items()}
     return RunReport(
-        name=name,
-        gpu=gpu.name,
-        ending=ending,
-        error=error,
-        verdict=verdicts[gpu.name].verdict,
-        limit_bytes=verdicts[gpu.name].limit_bytes,
+        name=name, gpu=gpu.name, ending=ending, error=error, elapsed_s=elapsed_s,
+        verdict=verdicts[gpu.name].verdict, limit_bytes=verdicts[gpu.name].limit_bytes,
         num_steps=virtual.num_steps,
         peak_allocated_bytes=history.peak_allocated_bytes,
         peak_reserved_bytes=history.peak_reserved_bytes,
@@ -96,13 +92,10 @@ def report_of(
         intervals=intervals_of(virtual, outside_bytes=outside_bytes),
         verdicts=verdicts,
         times={name: step for name, step in times.items() if step is not None},
-        guesses=_guess_rows(mode.guesses),
-        coverage=coverage_of(mode.kernels.coverage),
-        warnings=tuple(mode.notes.warnings),
-        notes=(*mode.notes.texts, *notes),
+        guesses=_guess_rows(mode.guesses), coverage=coverage_of(mode.kernels.coverage),
+        warnings=tuple(mode.notes.warnings), notes=(*mode.notes.texts, *notes),
         assumptions=tuple(_assumptions(virtual, gpu, others)),
         versions=library_versions("transformers", "lightning", "accelerate"),
-        elapsed_s=elapsed_s,
         allocator=virtual.allocator.settings.text,
     )  # fmt: skip
 
@@ -310,8 +303,8 @@ def _oom_with_own_shares(
     memory: Memory, run: Run, base: Verdict, verdict: Verdict
 ) -> Verdict | None:
     """Return `_with_own_shares` for a script that was out of memory on its own GPU. `run` has the
-    sizes of the other GPU. The need there is that of `base`, the verdict on the own GPU, plus the
-    growth of the storages that were live when its request was refused."""
+    sizes of the other GPU, and `base` is the verdict on the own one. The need is that of `base`,
+    plus the growth of the storages that were live when the request was refused."""
     own_sizes, storages = memory.storages.num_bytes, run.program.storages
     streams = (part.events for part in run.program.all_parts())
     live_ids = run.program.alive_after(streams) | {memory.refused_id}

@@ -249,7 +249,7 @@ def test_a_data_set_is_taken_in_turn_and_its_longest_caption_counts() -> None:
         model_name="gpt2", batch_size=2, accumulate_grad_batches=2, precision="bf16-true"
     )
 
-    feed = data._feed_of(rows, plan, _Processor())
+    feed = data._feed_of_captions(rows, plan, _Processor())
 
     # Rows 0 1, 2 0, 1 2, 0 1: two steps of two micro-batches.
     assert [tuple(b["input_ids"].shape) for b in feed.batches] == [(2, 2), (2, 5), (2, 5), (2, 2)]
