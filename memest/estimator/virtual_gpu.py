@@ -36,6 +36,7 @@ from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import GPU, local_part, tensors_in
+from memest.estimator.tensors.storages import MemKind
 from memest.estimator.torch_api import saved_hooks
 from memest.estimator.torch_api.attributes import constructors, host_values, moves
 from memest.estimator.torch_api.cuda import driver, graphs, memory, nvml, streams
@@ -186,7 +187,7 @@ class VirtualGpu:
     def __exit__(self, exception_type: Any, *exception: Any) -> None:
         if exception_type is None and self._own_steps.has_written:
             self.max_steps = None  # the script ends with this step
-            self._count_own_step()
+            self._own_steps.end()
         self.mode.memory.settle()
         self.mode.attribution.label_models()
         self.mode.memory.history.fold()
@@ -309,12 +310,14 @@ class OwnSteps:
     A leaf tensor of a backward is one that gets a gradient, such as a weight. A step begins when an
     operator writes to a leaf tensor of the last backward. The step ends before the next call of a
     model, or the next operator that autograd records. `mode` gets every operator of the script.
+    Memory of the step that is alive at its end is the optimizer's state.
     """
 
     def __init__(self, mode: CudaSimMode, at_end: Callable[[], None]) -> None:
         self.has_written = False
         self._mode, self._at_end = mode, at_end
-        self._leaves: set[int] = set()
+        self._leaves: set[int | None] = set()
+        self._made = range(0)  # ids of storages from the backward to the step's last write
         self._has_optimizer = False
 
     def install(self, patches: Patches) -> None:
@@ -343,17 +346,21 @@ class OwnSteps:
         if self._has_optimizer:
             return
         self._leaves.clear()
+        self._made = range(len(self._mode.memory.storages.kinds), 0)
         for leaf in _leaf_tensors(outputs):
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it has no storage
-                index = self._mode.memory.id_of(local_part(leaf))
-                if index is not None:
-                    self._leaves.add(index)
+                self._leaves.add(self._mode.memory.id_of(local_part(leaf)))
+        self._leaves.discard(None)
 
     def end(self) -> None:
         """End the step and call `at_end`, if a step has begun."""
         if self.has_written:
             self.has_written = False
             self._leaves.clear()
+            kinds = self._mode.memory.storages.kinds
+            for index in filter(self._made.__contains__, self._mode.memory.live.values()):
+                if kinds[index] is MemKind.ACTIVATIONS:
+                    kinds[index] = MemKind.OPTIMIZER
             self._at_end()
 
     def _observe(self, op: Op, args: Args, kwargs: Kwargs) -> None:
@@ -361,6 +368,7 @@ class OwnSteps:
             target = next(tensors_in(args), None)
             if target is not None and self._mode.memory.id_of(target) in self._leaves:
                 self.has_written = True
+                self._made = range(self._made.start, len(self._mode.memory.storages.kinds))
         elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
             self.end()
 
@@ -371,8 +379,7 @@ def _in_backward() -> bool:
 
 def _grads_of(optimizer: Any) -> list[Any]:
     """Return the gradients of the parameters of `optimizer`, without None."""
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [grad for grad in grads if grad is not None]
+    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
 def _forget_in_child() -> None:

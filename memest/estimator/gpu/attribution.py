@@ -35,6 +35,7 @@ class LiveModules:
         self._models: dict[int, weakref.ref[nn.Module]] = {}
         self._stack: list[str] = []  # paths of the running modules, the innermost last
         self._line = ""  # running line of the script
+        self._number = 0  # autograd's next number at the last request of a forward
         self._starts: list[int] = []  # sequence numbers of autograd, from which `_owners` hold
         self._owners: list[tuple[str, str]] = []  # (path of the module, line)
         self._unique_owners: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones, stored once
@@ -118,9 +119,11 @@ class LiveModules:
 
     def note_line(self, line: str) -> None:
         """Record that the running forward executes `line` of the script, such as `train.py:12`."""
+        is_recorded = self._number != (number := torch._C._autograd._get_sequence_nr())
+        self._number = number
         if line != self._line:
             self._line = line
-            self._record_owner(-1)
+            self._record_owner(-is_recorded)
 
     def in_backward(self) -> tuple[str, str]:
         """Return (path of the module, script's line) of the forward that made the running autograd
@@ -128,8 +131,7 @@ class LiveModules:
         node = torch._C._current_autograd_node()
         if node is None:
             return "", ""
-        variable = getattr(node, "variable", None)
-        if variable is not None:
+        if (variable := getattr(node, "variable", None)) is not None:
             return self.owner_of(variable), ""
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[index] if index >= 0 else ("", "")
@@ -142,8 +144,8 @@ class LiveModules:
     def _record_owner(self, offset: int = 0) -> None:
         """Record the running module and line as the origin of the autograd nodes that follow. The
         origin holds from a sequence number on: autograd's next number plus `offset`. `offset` is -1
-        while an operator runs, since the operator's node already has its number. Otherwise `offset`
-        is 0."""
+        while an operator with a node runs, since the node already has its number. Otherwise
+        `offset` is 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
         owner = self._stack[-1] if self._stack else "", self._line
         owner = self._unique_owners.setdefault(owner, owner)

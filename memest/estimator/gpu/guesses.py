@@ -194,9 +194,8 @@ class _Selections:
     def forget(self, key: int) -> None:
         """Drop the records of a freed storage; `key` is its `storage_key`."""
         self._opposites.pop(key, None)
-        self._masks.discard(key)
-        self._counts.discard(key)
-        self._answers.discard(key)
+        for keys in (self._masks, self._counts, self._answers):
+            keys.discard(key)
 
 
 class GuessedValues:
@@ -267,13 +266,12 @@ class GuessedValues:
         return result
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Store a guess of `out = func(*args, **kwargs)`. If `func` chooses among unknown values,
-        such as `topk`, the guess is indices that are spread evenly. If `func` compares unknown
-        values by `<`, `<=`, `>` or `>=`, or converts them to bool, all elements are guessed
-        to be True. Only unknown integers are assumed not to be above a number over `MAX_CHOICES`,
-        as indices and tokens in their range. A comparison of one element gets no guess. For other
-        operators, the guess is computed from the guesses of arguments, if there are any. Call this
-        before `KnownValues.follow`."""
+        """Store a guess of `out = func(*args, **kwargs)`; call this before `KnownValues.follow`. A
+        choice among unknown values, such as `topk`, gets evenly spread indices. Comparisons
+        by `<`, `<=`, `>` or `>=`, and conversions to bool, are True in all elements. Only unknown
+        integers are assumed not to be above a number over `MAX_CHOICES`, as indices and tokens in
+        their range. A comparison of one element gets no guess. Results of other operators are
+        computed from the guesses of arguments, if there are any."""
         layer = self._layer
         # `bool()` is like a comparison: numbers differ from 0, as positions of beams do
         is_to_bool = func is aten._to_copy.default and kwargs.get("dtype") is torch.bool

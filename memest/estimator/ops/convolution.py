@@ -161,8 +161,7 @@ class Answers:
     @staticmethod
     def key(shapes: ConvolutionShapes, *settings: object) -> str:
         """Return the cache key of a call with `shapes` and `settings`: a hash of 16 hex digits."""
-        text = repr((shapes, settings)).encode()
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
+        return hashlib.blake2b(repr((shapes, settings)).encode(), digest_size=8).hexdigest()
 
     def find(self, call: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
         """Return the result for `call`, the arguments of `key`: the cached one, or that of

@@ -66,10 +66,10 @@ def _copies_like(like: int, *positions: int) -> registry.RequestRule:
 _copy_of_image = _copies_like(0, 0)
 register(
     "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
-    "_upsample_nearest_exact2d_backward",
+    "_upsample_nearest_exact2d_backward avg_pool2d max_pool2d_with_indices "
+    "max_pool3d_with_indices",
     requests=_copy_of_image,
 )
-register("avg_pool2d max_pool2d_with_indices max_pool3d_with_indices", requests=_copy_of_image)
 register("max_pool3d_with_indices_backward", requests=_copies_like(1, 0, 7))
 register(
     "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward",

@@ -228,8 +228,7 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
         calls = []
         for row in zip(*(span.calls for span in group), strict=True):
             key = tuple([call.template for call in row])
-            index = indices.setdefault(key, len(indices))
-            calls.append(replace(row[0], template=index))
+            calls.append(replace(row[0], template=indices.setdefault(key, len(indices))))
         spans.append(Span(group[0].events, calls))
     polynomials = [
         _fit_polynomials([log.templates[i] for log, i in zip(logs, key, strict=True)])

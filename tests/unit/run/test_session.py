@@ -75,6 +75,26 @@ def test_modules_and_lines_hold_what_the_terms_hold(report: RunReport) -> None:
     assert report.modules[0].name == "Sequential.*"
 
 
+def test_states_of_an_optimizer_of_the_script_are_told_apart() -> None:
+    """fastai has optimizers of its own, which are no optimizers of torch."""
+    with memest.virtual_gpu("a100-40gb") as session:
+        model = nn.Linear(512, 2048, bias=False).cuda()
+        averages: dict[nn.Parameter, Tensor] = {}
+        for _ in range(3):
+            loss = model(torch.randn(64, 512, device="cuda")).pow(2).mean()
+            loss.backward()
+            for weight in model.parameters():
+                assert weight.grad is not None
+                average = averages.setdefault(weight, torch.zeros_like(weight.grad))
+                weight.data.add_(average.mul_(0.9).add_(weight.grad), alpha=-0.1)
+                weight.grad = None
+    report = session.report()
+    sizes = {term.name: term.num_bytes for term in report.terms}
+
+    assert report.num_steps == 3
+    assert sizes["params"] == sizes["optimizer"] == 4 * 512 * 2048
+
+
 class Measured(nn.Module):
     """A model whose constructor calls its layers, as that of YOLO does for their strides."""
 
@@ -104,6 +124,18 @@ def test_lines_are_shown_with_their_text(report: RunReport) -> None:
 
     assert "optimizer.step()" in sources
     assert all(row.name.startswith("test_session.py:") for row in report.lines)
+
+
+def test_an_operator_without_a_gradient_leaves_the_one_before_its_line() -> None:
+    with memest.virtual_gpu("a100-40gb") as session:
+        weight = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+        powers = weight.exp()
+        labels = torch.arange(10, device="cuda")
+        powers.sum().backward()
+    rows = [row.source for row in session.report().lines if ", backward of " in row.name]
+
+    assert rows[0] == "powers = weight.exp()"
+    assert len(labels) == 10
 
 
 def test_what_backward_allocates_is_booked_on_its_call_and_names_the_forward() -> None:
