@@ -93,7 +93,8 @@ def report_of(
         verdicts=verdicts,
         times={name: step for name, step in times.items() if step is not None},
         guesses=_guess_rows(mode.guesses), coverage=coverage_of(mode.kernels.coverage),
-        warnings=tuple(mode.notes.warnings), notes=(*mode.notes.texts, *notes),
+        warnings=tuple(mode.notes.warnings),
+        notes=(*mode.notes.texts, *notes, *_notes_on_resets(virtual)),
         assumptions=tuple(_assumptions(virtual, gpu, others)),
         versions=library_versions("transformers", "lightning", "accelerate"),
         allocator=virtual.allocator.settings.text,
@@ -197,6 +198,17 @@ def _step_rows(history: History) -> tuple[RunStep, ...]:
         if row is not None:
             rows[row.step] = row
     return tuple(rows[step] for step in sorted(rows))
+
+
+def _notes_on_resets(virtual: VirtualGpu) -> list[str]:
+    """Return a note if torch's peak is below the report's, since the script has reset it."""
+    peak_bytes = virtual.allocator.memory_stats()["allocated_bytes"]["all"]["peak"]
+    if peak_bytes >= virtual.mode.memory.history.peak_allocated_bytes:
+        return []
+    return [
+        "the script resets `torch.cuda.max_memory_allocated()`, which is"
+        f" {format_bytes(peak_bytes)} at its end: the peaks here are those of the whole run"
+    ]
 
 
 def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:

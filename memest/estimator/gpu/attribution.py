@@ -30,7 +30,8 @@ class LiveModules:
     def __init__(self) -> None:
         self._handles: list[Any] = []
         self._removed: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
-        self._path_by_module: dict[int, str] = {}  # by `id`, as are the next two
+        # by `id`, as are the next two; the reference is to the module, since Python reuses ids
+        self._path_by_module: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._path_by_parameter: dict[int, str] = {}
         self._models: dict[int, weakref.ref[nn.Module]] = {}
         self._stack: list[str] = []  # paths of the running modules, the innermost last
@@ -115,7 +116,8 @@ class LiveModules:
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of `module`; "" if no called model has it."""
-        return self._path_by_module.get(id(module), "")
+        entry = self._path_by_module.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else ""
 
     def note_line(self, line: str) -> None:
         """Record that the running forward executes `line` of the script, such as `train.py:12`."""
@@ -167,15 +169,21 @@ class LiveModules:
         """Record the call of an outermost `module`; at its first call, the paths of its modules."""
         if len(self._starts) > 4 * self.MAX_NOTES:
             self.forget()  # a script that only generates takes no optimizer steps
-        is_new = id(module) not in self._path_by_module
+        is_new = not self.path_of(module)
         if is_new:
-            root, paths, owners = type(module).__name__, dict[int, str](), dict[int, str]()
-            self._models[id(module)] = weakref.ref(module, lambda _: self._drop(paths))
+            root, owners = type(module).__name__, dict[int, str]()
+            paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+            self._models[id(module)] = weakref.ref(module)
             for name, child in module.named_modules():
-                path = paths[id(child)] = f"{root}.{name}" if name else root
+                path = f"{root}.{name}" if name else root
+                paths[id(child)] = weakref.ref(child), path
                 for parameter in child._parameters.values():
                     owners.setdefault(id(parameter), path)
-            others = {path for key, path in self._path_by_module.items() if key not in paths}
+            others = {
+                path
+                for key, (reference, path) in self._path_by_module.items()
+                if key not in paths and reference() is not None
+            }
             self._path_by_module |= paths  # in place of those of children that were called alone
             by_id = self._path_by_parameter
             by_id |= {key: path for key, path in owners.items() if by_id.get(key) not in others}
@@ -184,12 +192,6 @@ class LiveModules:
         self.is_generating = not torch.is_grad_enabled() and "generate" in callers
         if self.on_call is not None:
             self.on_call(module, is_new)
-
-    def _drop(self, paths: dict[int, str]) -> None:
-        """Remove the paths of a freed model's modules, since Python reuses their ids."""
-        self._models.pop(next(iter(paths)), None)
-        for key in [key for key, path in paths.items() if self._path_by_module.get(key) == path]:
-            del self._path_by_module[key]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._stack:

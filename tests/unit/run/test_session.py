@@ -546,3 +546,15 @@ def test_a_loss_that_lists_the_parameters_of_a_model_is_not_their_owner() -> Non
 
     modules = {row.name: row.kinds for row in gpu.report().modules}
     assert modules["Linear"]["params"] == modules["Linear"]["optimizer"] == 4 * MIB
+
+
+def test_a_note_tells_that_the_script_resets_the_peak() -> None:
+    with memest.virtual_gpu("t4") as gpu:
+        torch.zeros(64 << 20, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        torch.zeros(1 << 20, device="cuda")
+        assert torch.cuda.max_memory_allocated() == 4 << 20
+    report = gpu.report()
+
+    assert report.peak_allocated_bytes == 256 << 20
+    assert any("is 4.00 MiB at its end" in note for note in report.notes)
