@@ -49,10 +49,8 @@ _CHART_OPTIONS = combined(
     click.option("--title", default="", help="Title of the chart."),
     click.option("--json", "as_json", is_flag=True, help="Print the files as JSON."),
 )  # fmt: skip
-_FLAGS_OF_RUN = (
-    "max_points",
-    "trust_remote_code",
-)  # flags that do not change the points of a sweep
+# flags that do not change the points of a sweep
+_FLAGS_OF_RUN = ("max_points", "trust_remote_code")
 DEFAULT_GPU = "h100-80gb"  # default GPU of the chart
 MAX_SETTINGS = 4  # largest number of lines in one chart
 

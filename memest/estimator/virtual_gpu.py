@@ -185,16 +185,18 @@ class VirtualGpu:
         mode.memory.pace.start()
 
     def __exit__(self, exception_type: Any, *exception: Any) -> None:
-        if exception_type is None and self._own_steps.has_written:
-            self.max_steps = None  # the script ends with this step
-            self._own_steps.end()
-        self.mode.memory.settle()
-        self.mode.attribution.label_models()
-        self.mode.memory.history.fold()
-        is_given = GPU.is_chosen or "CUDA_VISIBLE_DEVICES" in os.environ
-        if self.rank.local_rank and not is_given:
-            self.mode.notes.warnings.append(ALL_ON_ONE)
-        self._close()
+        try:
+            if exception_type is None and self._own_steps.has_written:
+                self.max_steps = None  # else the end of this step may raise `StepLimit`
+                self._own_steps.end()
+            self.mode.memory.settle()
+            self.mode.attribution.label_models()
+            self.mode.memory.history.fold()
+            is_given = GPU.is_chosen or "CUDA_VISIBLE_DEVICES" in os.environ
+            if self.rank.local_rank and not is_given:
+                self.mode.notes.warnings.append(ALL_ON_ONE)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         self._stack.close()

@@ -220,9 +220,7 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
     if offset not in index_by_offset:
         return ()
     index = index_by_offset[offset]
-    if (
-        "POP_JUMP" not in steps[index].opname
-    ):  # a call of `bool` or `item`, whose result a jump reads
+    if "POP_JUMP" not in steps[index].opname:  # but a call whose result a jump reads
         index += 1
         while index < len(steps) and steps[index].opname in _BETWEEN_CONDITION_AND_JUMP:
             index += 1

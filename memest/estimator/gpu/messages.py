@@ -122,9 +122,8 @@ def refusal(func: Any, error: Exception, where: str) -> Exception:
             f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
             hint="the operator has no meta kernel; see docs/run.md for what is supported",
         )
-    if mismatch := _BROADCAST.match(
-        str(error)
-    ):  # torch/_refs; CUDA: `infer_size` (ExpandUtils.cpp)
+    mismatch = _BROADCAST.match(str(error))  # of torch/_refs; CUDA has `infer_size` in its place
+    if mismatch is not None:
         length, place, sizes = mismatch[1], int(mismatch[2]), mismatch[3].split(", ")
         return RuntimeError(
             f"The size of tensor a ({sizes[place]}) must match the size of tensor b ({length}) "

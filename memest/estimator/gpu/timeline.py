@@ -229,7 +229,7 @@ class Timeline:
         A sum of gradients (`is_sum`) is launched on the stream of the node that gets the sum
         (`InputBuffer::add`). If a parameter gets the sum, it is the parameter's stream in
         `leaf_streams`, by default `accumulates_on`. The simulations of FSDP and of DDP set these
-        two attributes.
+        two attributes. The stream of a sum then waits for the running node's.
         """
         node = torch._C._current_autograd_node()
         if node is None or self._is_set_in_backward:

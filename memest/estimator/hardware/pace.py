@@ -202,10 +202,8 @@ class Table:
         if work.kind in launches.IN_PYTHON:
             return 1e-6 * self._us[work.kind] * work.num_tensors
         name = f"{'backward' if host == launches.BACKWARD else 'forward'}_{host_kind(work)}"
-        if (
-            host == launches.OPTIMIZER and name == "forward_launch"
-        ):  # its other calls are as a forward's
-            name = "loop"
+        if host == launches.OPTIMIZER and name == "forward_launch":
+            name = "loop"  # views and calls of cuDNN take as long as in a forward
         return 1e-6 * max(self._us[name], self._us["list"] * work.num_tensors)
 
     def kernel_s(self, work: Work) -> float:

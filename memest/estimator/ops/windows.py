@@ -34,9 +34,9 @@ register(
     requests=contiguous_args(0), modelled=_is_in_order,
 )  # fmt: skip
 register("upsample_bicubic2d_backward", requests=contiguous_args(0))
-register(
+register(  # MaxUnpooling.cu
     "max_unpool2d max_unpool3d", requests=contiguous_args(0, 1, is_before=True), layout=contiguous
-)  # MaxUnpooling.cu
+)
 
 
 @registry.requests("unfold_backward")

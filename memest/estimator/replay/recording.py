@@ -216,9 +216,8 @@ _STRETCH_BEFORE = {
     Phase.AFTER_BACKWARD: "backward",
     Phase.AFTER_OPTIMIZER_STEP: "step",
 }
-_STRETCH_AFTER = dict(
-    zip(Phase, _STRETCH_BEFORE.values(), strict=False)
-)  # from `BEFORE_FORWARD` on
+# the first of the phases is `BEFORE_FORWARD`
+_STRETCH_AFTER = dict(zip(Phase, _STRETCH_BEFORE.values(), strict=False))
 
 
 def timeline(recording: Recording, step: int | None = None) -> Timeline:

@@ -51,6 +51,8 @@ def test_nvidia_smi_is_a_program_of_the_script(
     assert output(["nvidia-smi", "--id=7"]) == "No devices were found\n"
     assert os.system("nvidia-smi -L") == 0
     assert capfd.readouterr().out.startswith("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-")
+    assert os.waitstatus_to_exitcode(os.system(b"nvidia-smi -L > /dev/null; exit 3")) == 3
+    assert os.waitstatus_to_exitcode(os.system("kill -9 $$ # nvidia-smi")) == -9
 
 
 def test_nvml_tells_of_one_gpu_and_its_memory(gpu: VirtualGpu) -> None:

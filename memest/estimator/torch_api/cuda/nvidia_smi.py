@@ -75,10 +75,11 @@ def install(patches: Any, module: Any) -> None:
             options["env"] = _environment(folder(), options.get("env"), module)
         start(self, args, *rest, **options)
 
-    def run(command: str) -> int:
-        if NAME not in command:
+    def run(command: str | bytes) -> int:
+        if NAME not in os.fsdecode(command):
             return system(command)
-        return subprocess.Popen(command, shell=True).wait() << 8  # a wait status, as from `os.wait`
+        code = subprocess.Popen(command, shell=True).wait()  # below 0: the number of a signal
+        return -code if code < 0 else code << 8  # a wait status, as from `os.wait`
 
     patches.set(subprocess.Popen, "__init__", start_with_program)
     patches.set(os, "system", run)

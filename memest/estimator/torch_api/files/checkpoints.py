@@ -126,9 +126,9 @@ class Checkpoints:
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return a tensor of the loaded `storage`; a placeholder, large or GPU tensor has no data.
-        `make`, torch's `_rebuild_tensor`, makes other tensors. `offset` and `stride` are in
-        elements."""
+        """Return a tensor of the loaded `storage`. A placeholder (`mark`) and a GPU tensor have no
+        data, nor does a large tensor of a mapped file. `make`, torch's `_rebuild_tensor`, makes
+        tensors of files that are not mapped. `offset` and `stride` are in elements."""
         untyped = storage._untyped_storage
         mark = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
