@@ -30,7 +30,7 @@ class Noted(CachingAllocator):
         super().__init__()
         self.segments: list[tuple[int, int]] = []
 
-    def taken(self, block: Block) -> None:
+    def count_segment(self, block: Block) -> None:
         self.segments.append((block.num_bytes, block.address))
 
 

@@ -197,7 +197,7 @@ def test_a_tensor_of_the_real_gpu_is_refused_by_the_virtual_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = torch.ones(2)
-    monkeypatch.setattr("memest.estimator.gpu.mode.is_on_real_gpu", lambda t: t is real)
+    monkeypatch.setattr("memest.estimator.tensors.placement.is_on_real_gpu", lambda t: t is real)
 
     with memest.virtual_gpu("t4"), pytest.raises(memest.MemestError, match="of the real GPU"):
         torch.ones(2, device="cuda") + real

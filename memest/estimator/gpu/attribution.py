@@ -161,8 +161,11 @@ class LiveModules:
         module = getattr(module, "_orig_mod", module)  # unwrap torch.compile's OptimizedModule
         if not self._stack:
             self._record_call(module)
+        path = self.path_of(module)
         # a module that no called model has, such as one in a list, counts for the one that calls it
-        self._stack.append(self.path_of(module) or (self._stack or [""])[-1])
+        if not path and self._stack and not isinstance(module, nn.modules.loss._Loss):
+            path = self._stack[-1]
+        self._stack.append(path)
         self._record_owner()
 
     def _record_call(self, module: nn.Module) -> None:
