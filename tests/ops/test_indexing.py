@@ -199,6 +199,20 @@ def test_many_embedding_gradients_are_sorted_and_added_in_partial_sums() -> None
     ]  # fmt: skip
 
 
+def test_int32_indices_of_embedding_gradients_are_sorted_in_one_block() -> None:
+    """Recorded on an H200: 4 bytes an index, and 8 for the two counts."""
+    n, rows, width = 4096, 1000, 768
+    args = (meta(n, width), meta(n, dtype=torch.int32), rows, -1, False)
+
+    found = requests_of(aten.embedding_dense_backward.default, *args)
+
+    assert [size for size in found if size > 0] == [
+        16384, 16384, 16384, 1, 3_072_000, 16384, 8, 16384, 1279, 4000, 4000, 1023, 8, 5636,
+        4_328_448,
+    ]  # fmt: skip
+    assert op_of(aten.embedding_dense_backward.default).is_modelled(args, {}, H100)
+
+
 def test_a_table_of_few_wide_rows_accumulates_atomically() -> None:
     """32 rows of 2048 make 64 blocks (< 4 * 132) and 26246 partial sums (> 4 * 64)."""
     n, rows, width = 262_144, 32, 2048

@@ -20,7 +20,7 @@ from memest.units import ceil_div, round_up
 _ALIGN = 256
 _TILE_PADDING = 32  # `TILE_STATUS_PADDING`: states before the first tile, one per lane
 _RADIX_DIGITS = 256
-_SINGLE_TILE = 256 * 9  # sorts of fewer 8-byte keys run in one block of 256 threads
+SINGLE_TILE = 256 * 19  # most pairs of 4 bytes each that one block of 256 threads sorts
 
 
 def _aliased(*sizes: int) -> int:
@@ -38,20 +38,22 @@ def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
     return _aliased(num_items * key_bytes, num_items * 8)
 
 
-def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8) -> int:
-    """Bytes of `DeviceRadixSort::SortPairs` of keys with int64 values (dispatch_radix_sort.cuh).
+def radix_sort_bytes(
+    num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8, value_bytes: int = 8
+) -> int:
+    """Bytes of `DeviceRadixSort::SortPairs` (dispatch_radix_sort.cuh); values are int64 or int32.
 
     Each 8 bits of the key are a pass, with a 64-bit count per digit and a 32-bit look-back count
     per digit and tile. Two passes or more need a second copy of keys and values. On 9.0 and later,
     small keys have their own tuning (`sm90_small_key_tuning`).
     """
-    if num_items <= _SINGLE_TILE:
+    if num_items <= 256 * (19 * 4 // max(key_bytes, value_bytes, 4)):
         return 1
     tile = 384 * 10 if gpu.capability[0] == 8 else 256 * 11
     if gpu.capability[0] >= 9:
         tile = 384 * {2: 15, 4: 14}.get(key_bytes, 12)
     sweeps = ceil_div(num_bits, 8)
-    keys, values = (num_items * key_bytes, num_items * 8) if sweeps > 1 else (0, 0)
+    keys, values = (num_items * key_bytes, num_items * value_bytes) if sweeps > 1 else (0, 0)
     digits, tiles = sweeps * _RADIX_DIGITS * 8, ceil_div(num_items, tile) * _RADIX_DIGITS * 4
     return _aliased(digits, tiles, keys, values, sweeps * 4)
 

@@ -129,10 +129,10 @@ _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
 
 @registry.requests(
     "embedding_dense_backward",
-    when="the gradient is not scaled by the count of an index, and no int32 indices are sorted",
+    when="the gradient is not scaled by the count of an index; up to 4864 indices are int32",
     modelled=lambda c: (
         not c.scale_grad_by_freq
-        and not (c.indices.numel() > FEW_INDICES and c.indices.dtype == torch.int32)
+        and not (c.indices.numel() > cub.SINGLE_TILE and c.indices.dtype == torch.int32)
     ),
 )
 def embedding_backward(c: KernelCall) -> Events:
@@ -145,23 +145,23 @@ def embedding_backward(c: KernelCall) -> Events:
     copies = contiguous_copy(c.indices, grad)
     if num_indices <= FEW_INDICES:
         return around(copies, outputs({0: c.num_weights * grad.shape[-1] * grad.itemsize}))
-    return _sorted_gradient(copies, num_indices, c.num_weights, grad, c.gpu)
+    return _sorted_gradient(copies, c.indices, c.num_weights, grad, c.gpu)
 
 
 def _sorted_gradient(
-    copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
+    copies: tuple[int, ...], indices: Tensor, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
     """Return the allocations of an embedding's gradient: sorted indices, runs of equal ones, sums.
-    The `num_indices` rows of `grad` are added in partial sums to the `num_rows` rows of the weight.
-    The number of runs of equal indices is unknown. Its upper bound is taken: the smaller of
-    `num_indices` and `num_rows`. `copies` has the bytes of contiguous copies of arguments, such as
-    `grad`; () if no argument is copied."""
-    width = grad.shape[-1]
+    A row of `grad` for each of the int64 or int32 `indices` is added in partial sums to the
+    `num_rows` rows of the weight. The number of runs of equal indices is unknown. Its upper bound
+    is taken: the smaller of the number of indices and `num_rows`. `copies` has the bytes of
+    contiguous copies of arguments, such as `grad`; () if no argument is copied."""
+    width, num_indices, index_bytes = grad.shape[-1], indices.numel(), indices.itemsize
     gradient = outputs({0: num_rows * width * grad.itemsize})
     num_segments = min(num_indices, num_rows)
     num_partials = num_indices // ROWS_PER_THREAD + num_segments
-    indices_bytes = num_indices * INDEX_BYTES
-    segments_bytes, partials_bytes = num_segments * INDEX_BYTES, num_partials * INDEX_BYTES
+    indices_bytes = num_indices * index_bytes
+    segments_bytes, partials_bytes = num_segments * index_bytes, num_partials * index_bytes
     accumulator = accumulator_bytes_of(grad.dtype)
     if not adds_atomically(num_indices, num_rows, width, gpu):
         sums = [num_partials * width * accumulator]
@@ -169,9 +169,10 @@ def _sorted_gradient(
         sums = [partials_bytes]  # the segment of each partial sum
         if accumulator != grad.itemsize:  # a float32 copy of the 16-bit gradient
             sums.append(num_rows * width * accumulator)
-    sorting = passing(indices_bytes, cub.radix_sort_bytes(num_indices, gpu))
+    storage = cub.radix_sort_bytes(num_indices, gpu, key_bytes=index_bytes, value_bytes=index_bytes)
+    sorting = passing(indices_bytes, storage)
     unique = passing(indices_bytes, cub.unique_by_key_bytes(num_indices, gpu))
-    scan = passing(cub.scan_bytes(num_segments))
+    scan = passing(cub.scan_bytes(num_segments, value_bytes=index_bytes))
     adding = around((INDEX_BYTES,), passing(partials_bytes, *sums))
     # the number of partial sums of each segment, and their offsets
     segment_events = around((segments_bytes, segments_bytes), scan + adding)
@@ -212,7 +213,7 @@ def embedding_bag_backward(c: KernelCall) -> Events:
     grad, copies = c.grad, contiguous_copy(c.grad)
     if c.mode == _MAXIMUM:
         return around(copies, outputs({0: c.num_weights * grad.shape[-1] * grad.itemsize}))
-    return _sorted_gradient(copies, c.indices.numel(), c.num_weights, grad, c.gpu)
+    return _sorted_gradient(copies, c.indices, c.num_weights, grad, c.gpu)
 
 
 register(
