@@ -296,8 +296,7 @@ def test_a_link_keeps_the_state(played: Any) -> None:
 
 @needs_browser
 def test_a_choice_answers_within_50_ms(played: Any) -> None:
-    """The fastest quarter of the choices: others may have waited for another process."""
-    assert sorted(played[1])[len(played[1]) // 4] < 50
+    assert sorted(played[1])[len(played[1]) // 2] < 50
 
 
 @needs_browser

@@ -162,7 +162,7 @@ class LiveModules:
         if not self._stack:
             self._record_call(module)
         path = self.path_of(module)
-        # a module that no called model has, such as one in a list, counts for the one that calls it
+        # a module that no called model has, as one in a list, counts for its caller, but not a loss
         if not path and self._stack and not isinstance(module, nn.modules.loss._Loss):
             path = self._stack[-1]
         self._stack.append(path)
